@@ -1,0 +1,21 @@
+"""grassy: classifiers whose classes are subspaces."""
+
+from grassy.heads import GrassmannHead, Head, LinearHead, create_head
+from grassy.loss import classification_loss
+from grassy.optim import AveragedModel, RiemannianSGD, clip_grad_norm_, make_optimizer
+from grassy.surgery import replace_head
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AveragedModel",
+    "GrassmannHead",
+    "Head",
+    "LinearHead",
+    "RiemannianSGD",
+    "classification_loss",
+    "clip_grad_norm_",
+    "create_head",
+    "make_optimizer",
+    "replace_head",
+]

@@ -1,0 +1,162 @@
+"""The two hot paths in plain torch: the specification that every kernel is tested against, and the path on CPUs.
+
+Shapes: B batch, C classes, K subspace dimension, N feature dimension. Weight, gradient and momentum are (C, K, N).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from grassy import geometry
+
+#: A turn by more than 2**6 = 64 radians in one step is scaled down to that.
+MAX_DOUBLINGS = 6
+
+
+def subspace_logits(x: Tensor, weight: Tensor, gamma: float | Tensor, normalize: bool) -> Tensor:
+    """l_c = γ‖W_c x̂‖ with x̂ = x/‖x‖ (paper, Eq. 4 and 6): features (..., N) to logits (..., C).
+
+    Only the product runs in half precision under autocast; squares, sums and norms do not, and the logits are at least
+    float32. A zero feature has zero logits and, the limit being undefined, a zero gradient.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if normalize:
+        x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    rows = weight.flatten(0, 1)
+    if not torch.is_autocast_enabled(x.device.type):
+        x = x.to(rows.dtype)
+    coordinates = torch.nn.functional.linear(x, rows).unflatten(-1, weight.shape[:2])
+    exact = torch.promote_types(coordinates.dtype, torch.float32)
+    return gamma * torch.linalg.vector_norm(coordinates, dim=-1, dtype=exact)
+
+
+def geodesic_step(
+    weight: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor | None,
+    lr: float | Tensor,
+    momentum: float | Tensor,
+    *,
+    retraction: str,
+    transport: str,
+    max_angle: float | None,
+    maximize: bool,
+) -> tuple[Tensor, Tensor]:
+    """One step of Algorithm 1 in place, a block of classes at a time; returns the counts (skipped, capped).
+
+    A block is small enough to stay in a CPU's cache between the passes over it, and bounds the extra memory.
+    """
+    skipped = torch.zeros((), dtype=torch.int64, device=weight.device)
+    capped = skipped.clone()
+    size = _classes_in_a_block(weight)
+    scratch = torch.empty((2, *weight[:size].shape), dtype=weight.dtype, device=weight.device)
+    for start in range(0, weight.shape[0], size):
+        w, d = weight[start : start + size], grad[start : start + size].to(weight.dtype)
+        m = None if momentum_buffer is None else momentum_buffer[start : start + size]
+        new_w, new_m, finite, within = _step(
+            w,
+            -d if maximize else d,
+            None if m is None else m.to(weight.dtype),
+            lr,
+            momentum,
+            retraction=retraction,
+            transport=transport,
+            max_angle=max_angle,
+            scratch=scratch[:, : w.shape[0]],
+        )
+        w.copy_(new_w)
+        if m is not None:
+            m.copy_(new_m)
+        skipped += (~finite).sum()
+        capped += (~within).sum()
+    return skipped, capped
+
+
+def _step(
+    w: Tensor,
+    d: Tensor,
+    m: Tensor | None,
+    lr: float | Tensor,
+    momentum: float | Tensor,
+    *,
+    retraction: str,
+    transport: str,
+    max_angle: float | None,
+    scratch: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """New weight and momentum of some classes, and per class whether it was finite and within the largest angle.
+
+    Algorithm 1 of the paper, descending. Steps 1 to 3 are one projection, since projecting is linear. Step 4 is the
+    geodesic in the Gram form of `geometry.geodesic`, and step 5 one Newton–Schulz iteration towards the polar factor,
+    taken in every step: being K x K arithmetic it costs next to nothing, and the error never builds up.
+    """
+    # B = μM + D. It becomes H in place; fresh memory for every block would cost more than the arithmetic.
+    if m is None:
+        h = scratch[0].copy_(d)
+    elif isinstance(momentum, Tensor):
+        h = torch.addcmul(d, m, momentum, out=scratch[0])
+    else:
+        h = torch.add(d, m, alpha=momentum, out=scratch[0])
+    gram_w = w @ w.mT
+    overlap = h @ w.mT
+    # (2I − WWᵀ) is the inverse of WWᵀ to first order: H ⟂ W even where W is orthonormal only to rounding.
+    h.baddbmm_(2 * overlap - overlap @ gram_w, w, alpha=-1)
+    absent = gram_w.diagonal(dim1=-2, dim2=-1) == 0
+    if _any(absent):
+        h.mul_(~absent.unsqueeze(-1))
+    a = h @ h.mT
+    energy = a.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]  # ‖H‖²; a NaN or Inf anywhere in B shows here
+    finite = energy.isfinite()
+    if _any(~finite):
+        h, a, energy = (torch.where(finite, tensor, 0) for tensor in (h, a, energy))
+
+    speed = energy.sqrt() if max_angle is None else _largest_eigenvalue(a).sqrt()
+    limit = min(2.0**MAX_DOUBLINGS, max_angle or math.inf)
+    within = lr * speed <= limit
+    tau = lr if not _any(~within) else torch.where(within, lr, limit / speed)
+
+    if retraction == "qf":
+        # The variant of the appendix: a Euclidean step, then step 5 with a positive diagonal.
+        new_w, new_m = torch.where(energy > 0, geometry.retract_qf(w, -tau * h), w), h
+    else:
+        cosm1, sinc = geometry.cosm1_sinc(tau**2 * a, None if a.device.type == "cpu" else MAX_DOUBLINGS)
+        eye = torch.eye(w.shape[-2], dtype=w.dtype, device=w.device)
+        p, q = cosm1 + eye, -tau * sinc
+        # The Gram matrix of P W + Q H, without forming it. A class that does not move is left alone, to the bit.
+        gram = p @ gram_w @ p + q @ a @ q
+        polar = torch.where(energy > 0, 1.5 * eye - 0.5 * gram, eye)
+        new_w = torch.bmm(polar @ p, w, out=scratch[1]).baddbmm_(polar @ q, h)
+        if _any(lr**2 * energy > 1):  # for turns of a radian and more, rounding in A is felt: look at the result
+            new_w = (1.5 * eye - 0.5 * (new_w @ new_w.mT)) @ new_w
+        new_m = h if transport == "projection" else torch.bmm(p, h).baddbmm_(tau * (a @ sinc), w)
+    if m is not None and _any(~finite):
+        new_m = torch.where(finite, new_m, m)
+    return new_w, new_m, finite.flatten(), within.flatten()
+
+
+def _largest_eigenvalue(a: Tensor, squarings: int = 8) -> Tensor:
+    """The largest eigenvalue of positive semidefinite A (..., K, K) as (..., 1, 1), too large by at most K**(1/512).
+
+    ‖A^p‖_F^(1/p) at p = 256: products alone, where eigvalsh would make a GPU wait.
+    """
+    tiny = torch.finfo(a.dtype).tiny
+    norm = torch.linalg.matrix_norm(a).clamp_min(tiny)
+    logarithm = norm.log()
+    for step in range(1, squarings + 1):
+        a = a / norm[..., None, None]
+        a = a @ a
+        norm = torch.linalg.matrix_norm(a).clamp_min(tiny)
+        logarithm = logarithm + norm.log() / 2**step
+    return logarithm.exp()[..., None, None]
+
+
+def _any(mask: Tensor) -> bool:
+    """Whether a rare case must be handled. A GPU is not asked, since it would have to be waited for: it handles all."""
+    return mask.device.type != "cpu" or bool(mask.any())
+
+
+def _classes_in_a_block(weight: Tensor) -> int:
+    """On a CPU 1 to 4 MiB of the weight, else 256 MiB; of a large weight the scratch, two blocks, is below a tenth."""
+    budget = min(2**22, max(2**20, weight.nbytes // 22)) if weight.device.type == "cpu" else 2**28
+    return max(1, budget * weight.shape[0] // max(1, weight.nbytes))

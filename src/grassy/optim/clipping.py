@@ -1,0 +1,43 @@
+"""Gradient clipping with the Riemannian norm on subspaces."""
+
+import torch
+from torch import Tensor, nn
+
+from grassy import geometry
+from grassy.subspaces import named_subspaces
+
+_BLOCK_BYTES = 2**24
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients of the model so that their global norm is at most `max_norm`; returns the norm before.
+
+    For subspaces the norm is that of the Riemannian gradient, since the part of the gradient within a class subspace
+    moves nothing. Classes with a non-finite gradient, which the optimizer skips, do not count.
+    """
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must be a number >= 0, got {max_norm!r}")
+    subspaces = {id(weight) for _, weight in named_subspaces(model)}
+    with_grad = [p for p in model.parameters() if p.grad is not None]
+    if not with_grad:
+        return torch.zeros(())
+    norms = [_riemannian_norm(p, p.grad) for p in with_grad if id(p) in subspaces]  # type: ignore[arg-type]
+    rest: list[Tensor] = [p.grad for p in with_grad if id(p) not in subspaces]  # type: ignore[misc]
+    if rest:
+        norms.append(torch.nn.utils.get_total_norm(rest))
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
+    torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, total)
+    return total
+
+
+def _riemannian_norm(weight: Tensor, grad: Tensor) -> Tensor:
+    """‖D − (D Wᵀ) W‖ over the finite classes. A difference of squares would cancel."""
+    size = max(1, _BLOCK_BYTES * weight.shape[0] // weight.nbytes)
+    total = torch.zeros((), dtype=weight.dtype, device=weight.device)
+    for start in range(0, weight.shape[0], size):
+        block = slice(start, start + size)
+        tangent = geometry.project(weight[block], grad[block].to(weight.dtype))
+        squared = torch.linalg.matrix_norm(tangent).square()
+        total += torch.where(squared.isfinite(), squared, 0).sum()
+    return total.sqrt()

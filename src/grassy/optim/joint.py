@@ -1,0 +1,212 @@
+"""One ordinary optimizer for a whole model: Riemannian SGD on its subspaces, any other optimizer on the rest."""
+
+import difflib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from grassy.optim.riemannian_sgd import RiemannianSGD
+from grassy.subspaces import named_subspaces
+from grassy.torchvision_import import import_torchvision
+
+#: The visible key of a parameter group that says which of the two updates it gets.
+MANIFOLD = "manifold"
+GRASSMANN, EUCLIDEAN = "grassmann", "euclidean"
+
+
+def make_optimizer(
+    model: nn.Module,
+    base: str | type[Optimizer],
+    lr: float,
+    head_lr: float | None = None,
+    head_momentum: float = 0.9,
+    *,
+    retraction: str = "geodesic",
+    transport: str = "projection",
+    max_angle: float | None = None,
+    weight_decay: float = 0.0,
+    layer_decay: float | None = None,
+    **base_options: Any,
+) -> "JointOptimizer":
+    """An optimizer for all trainable parameters of the model.
+
+    base: "sgd", "adamw", "adam" (torch's), "lamb" or any other name timm knows, or an optimizer class; it gets
+        `base_options` as they are.
+    head_lr: learning rate of the subspaces. None means `lr` for SGD and 0.1 for any other base, whose learning rates
+        would hardly move a subspace.
+    weight_decay: for matrices only. Biases, norms and other vectors, what the model's `no_weight_decay()` names, and
+        subspaces are not decayed.
+    layer_decay: the learning rate of each earlier layer group of a timm model is lower by this factor.
+    retraction, transport, max_angle: see `RiemannianSGD`.
+
+    Each group has a key "manifold", "euclidean" or "grassmann". Schedulers that multiply keep head_lr/lr constant;
+    those that set absolute values (OneCycleLR's max_lr, timm's warmup_lr_init and lr_min) take one value a group.
+    """
+    optimizer_class = _optimizer_class(base)
+    if not lr >= 0:
+        raise ValueError(f"lr must be a number >= 0, got {lr!r}")
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay must be >= 0, got {weight_decay!r}")
+    subspaces = dict(named_subspaces(model))
+    if not subspaces and head_lr is not None:
+        raise ValueError(
+            "head_lr was given, but the model has no subspaces; call grassy.replace_head(model, 'grassmann') first"
+        )
+    trainable = [p for p in subspaces.values() if p.requires_grad]
+    riemannian = None
+    if trainable:
+        if head_lr is None:
+            head_lr = lr if issubclass(optimizer_class, torch.optim.SGD) else 0.1
+        riemannian = RiemannianSGD(trainable, head_lr, head_momentum, retraction, transport, max_angle)
+    groups = _euclidean_groups(model, {id(p) for p in subspaces.values()}, lr, weight_decay, layer_decay)
+    euclidean = optimizer_class(groups, lr=lr, **base_options) if groups else None  # type: ignore[call-arg]
+    return JointOptimizer(euclidean, riemannian)
+
+
+class JointOptimizer(Optimizer):
+    """Two optimizers that share one list of parameter groups and one state, behind the interface of one.
+
+    Learning-rate schedulers, GradScaler, gradient clipping and checkpoints see an ordinary optimizer: the groups of
+    both, in one `param_groups`, and in one `state_dict`.
+    """
+
+    def __init__(self, euclidean: Optimizer | None, riemannian: RiemannianSGD | None) -> None:
+        if euclidean is None and riemannian is None:
+            raise ValueError("the model has no trainable parameters")
+        self.euclidean, self.riemannian = euclidean, riemannian
+        for part, manifold in self._parts():
+            for group in part.param_groups:
+                group[MANIFOLD] = manifold
+                if manifold == GRASSMANN:  # else the other part's default decay would fill the gap
+                    group["weight_decay"] = 0.0
+        # Schedulers that cycle the momentum look for "momentum" or "betas" in the defaults, and then in every group.
+        defaults = dict(next(self._parts())[0].defaults)
+        super().__init__([group for part, _ in self._parts() for group in part.param_groups], defaults)
+        self._share()
+
+    def _parts(self) -> Iterator[tuple[Optimizer, str]]:
+        if self.euclidean is not None:
+            yield self.euclidean, EUCLIDEAN
+        if self.riemannian is not None:
+            yield self.riemannian, GRASSMANN
+
+    def _share(self) -> None:
+        """Let both parts work on this optimizer's groups and state: the same objects, not copies."""
+        for part, manifold in self._parts():
+            groups = [group for group in self.param_groups if group[MANIFOLD] == manifold]
+            part.__setstate__({"state": self.state, "param_groups": groups})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part, _ in self._parts():
+            part.step()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; it is Euclidean unless it says {"manifold": "grassmann"}."""
+        manifold = param_group.setdefault(MANIFOLD, EUCLIDEAN)
+        part = {manifold: part for part, manifold in self._parts()}.get(manifold)
+        if part is None:
+            raise ValueError(f"this optimizer has no part for {MANIFOLD} {manifold!r}")
+        if not any(group is param_group for group in part.param_groups):
+            part.add_param_group(param_group)
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = [group.get(MANIFOLD) for group in state_dict["param_groups"]]
+        own = [group[MANIFOLD] for group in self.param_groups]
+        if saved != own:
+            raise ValueError(
+                f"the saved optimizer has groups on {saved}, this one on {own}: was it saved by grassy.make_optimizer "
+                "for the same kind of model?"
+            )
+        super().load_state_dict(state_dict)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "euclidean": self.euclidean, "riemannian": self.riemannian}
+
+    @property
+    def skipped_classes(self) -> int:
+        """How many times, so far, a class was left as it was because its gradient held a NaN or an Inf."""
+        return self.riemannian.skipped_classes if self.riemannian else 0
+
+    @property
+    def capped_classes(self) -> int:
+        """How many times, so far, a class was turned less than asked: by `max_angle`, or by 64 radians."""
+        return self.riemannian.capped_classes if self.riemannian else 0
+
+
+def _optimizer_class(base: str | type[Optimizer]) -> type[Optimizer]:
+    if isinstance(base, type) and issubclass(base, Optimizer):
+        return base
+    if not isinstance(base, str):
+        raise TypeError(f"base must be the name or the class of an optimizer, got {base!r}")
+    known: dict[str, type[Optimizer]] = {
+        "sgd": torch.optim.SGD,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+    if base in known:
+        return known[base]
+    try:
+        import_torchvision()  # which timm imports
+        from timm.optim import get_optimizer_class, list_optimizers  # type: ignore[attr-defined]
+    except ImportError:
+        raise ValueError(
+            f"unknown optimizer {base!r}; without timm (pip install grassy[train]) there are {', '.join(sorted(known))}"
+        ) from None
+    names = sorted({*known, *map(str, list_optimizers())})
+    if base not in names:
+        close = difflib.get_close_matches(base, names, n=3)
+        hint = f", did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise ValueError(f"unknown optimizer {base!r}{hint}; known: {', '.join(names)}")
+    return get_optimizer_class(base, bind_defaults=False)  # type: ignore[return-value]
+
+
+def _euclidean_groups(
+    model: nn.Module, subspaces: set[int], lr: float, weight_decay: float, layer_decay: float | None
+) -> list[dict[str, Any]]:
+    """Parameter groups of everything but the subspaces, decayed and not, with their learning rates."""
+    undecayed = _undecayed_names(model)
+    scales = dict.fromkeys((name for name, _ in model.named_parameters()), 1.0)
+    if layer_decay is not None:
+        scales |= _layer_scales(model, layer_decay)
+    groups: dict[tuple[float, float], list[Tensor]] = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad and id(p) not in subspaces:
+            decays = p.ndim > 1 and not name.endswith(".bias") and name not in undecayed
+            groups.setdefault((scales[name], weight_decay if decays else 0.0), []).append(p)
+    return [
+        {"params": params, "lr": lr * scale, "weight_decay": decay} for (scale, decay), params in sorted(groups.items())
+    ]
+
+
+def _undecayed_names(model: nn.Module) -> set[str]:
+    """What any module of the model, wrapped or not, excludes by the method `no_weight_decay`, as timm's models do."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in (module.no_weight_decay() if callable(getattr(module, "no_weight_decay", None)) else ())
+    }
+
+
+def _layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
+    """The factor on each parameter's learning rate: 1 in the last group of layers, less before."""
+    if not hasattr(model, "group_matcher"):
+        raise ValueError("layer_decay needs a timm model, whose group_matcher() tells its layers")
+    from timm.models import group_parameters
+
+    depth = group_parameters(model, model.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
+    last = max(depth.values())
+    return {name: layer_decay ** (last - layer) for name, layer in depth.items()}

@@ -1,0 +1,137 @@
+"""Riemannian SGD with momentum on a product of Grassmannians (paper, Algorithm 1)."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from grassy import geometry, ops
+
+
+class RiemannianSGD(Optimizer):
+    """Moves subspaces (C, K, N), with orthonormal rows, along geodesics against the momentum of their gradient.
+
+    lr: learning rate; times the length of the momentum it is the angle, in radians, that a subspace turns by.
+    momentum: factor of the momentum, without dampening; 0 keeps no buffer.
+    retraction: "geodesic", or "qf" for the variant of the paper's appendix, which depends, at second order in lr,
+        on the basis once there is momentum.
+    transport: how the momentum follows the subspace: "projection" as in the paper, or "parallel", exactly.
+    max_angle: an upper limit on the turn of a class in one step, in radians.
+    maximize: ascend instead.
+
+    Weight decay would mean nothing, since a subspace has no scale. Classes whose gradient is not finite are left as
+    they are and counted in `skipped_classes`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor,
+        momentum: float = 0.9,
+        retraction: str = "geodesic",
+        transport: str = "projection",
+        max_angle: float | None = None,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "retraction": retraction,
+            "transport": transport,
+            "max_angle": max_angle,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_options(group)
+            for p in group["params"]:
+                _check_subspaces(p)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse:
+                    raise TypeError("RiemannianSGD does not take sparse gradients")
+                state = self.state[p]
+                if not state:
+                    if group["momentum"]:
+                        state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                    for count in ("skipped_classes", "capped_classes"):
+                        state[count] = torch.zeros((), dtype=torch.int64, device=p.device)
+                counts = ops.geodesic_step(
+                    p,
+                    p.grad,
+                    state.get("momentum_buffer"),
+                    group["lr"],
+                    group["momentum"],
+                    retraction=group["retraction"],
+                    transport=group["transport"],
+                    max_angle=group["max_angle"],
+                    maximize=group["maximize"],
+                )
+                state["skipped_classes"] += counts.skipped
+                state["capped_classes"] += counts.capped
+        return loss
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for p in group["params"]:
+                for count in ("skipped_classes", "capped_classes"):
+                    if count in self.state.get(p, {}):  # load_state_dict casts tensors to the parameter's dtype
+                        self.state[p][count] = self.state[p][count].to(torch.int64)
+
+    @property
+    def skipped_classes(self) -> int:
+        """How many times, so far, a class was left as it was because its gradient held a NaN or an Inf."""
+        return self._total("skipped_classes")
+
+    @property
+    def capped_classes(self) -> int:
+        """How many times, so far, a class was turned less than asked: by `max_angle`, or by 64 radians."""
+        return self._total("capped_classes")
+
+    def _total(self, count: str) -> int:
+        return sum(int(self.state[p][count]) for g in self.param_groups for p in g["params"] if count in self.state[p])
+
+
+def _check_options(group: dict[str, Any]) -> None:
+    if not isinstance(group["lr"], Tensor) and not 0 <= group["lr"] < math.inf:
+        raise ValueError(f"lr must be a finite number >= 0, got {group['lr']!r}")
+    if not 0 <= group["momentum"] < 1:
+        raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']!r}")
+    if group["max_angle"] is not None and not group["max_angle"] > 0:
+        raise ValueError(f"max_angle must be None or positive, in radians, got {group['max_angle']!r}")
+    ops.check_step_options(group["retraction"], group["transport"])
+
+
+def _check_subspaces(p: Tensor) -> None:
+    if p.ndim != 3:
+        raise ValueError(f"RiemannianSGD takes subspaces of shape (C, K, N), got a parameter of shape {tuple(p.shape)}")
+    if p.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"subspaces are trained in float32 or float64, got {p.dtype}: use autocast on float32 weights")
+    if p.is_meta:
+        return
+    error = float(geometry.orthonormality_error(p.detach()))
+    if not error <= 1e-3:
+        raise ValueError(
+            f"a parameter of shape {tuple(p.shape)} is off the manifold: its rows are orthonormal only to {error:.2g}. "
+            "Pass it through grassy.geometry.orthonormalize, or train it by an ordinary optimizer"
+        )

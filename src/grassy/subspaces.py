@@ -1,0 +1,16 @@
+"""Which parameters of a model live on the Grassmannian.
+
+A module says so itself, by a class attribute `subspace_names` with the names of its own parameters. Neither an
+attribute of the Parameter nor a tensor subclass would survive `deepcopy`, an EMA or FSDP.
+"""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def named_subspaces(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The name and the Parameter (C, K, N) of each weight of subspaces in the model."""
+    for prefix, module in model.named_modules():
+        for name in getattr(module, "subspace_names", ()):
+            yield f"{prefix}.{name}" if prefix else name, getattr(module, name)

@@ -1,0 +1,256 @@
+"""Find the classifier of a model and replace it by a head.
+
+What a library says about its own models is believed first (timm names the classifier of each model); everything else
+goes by the structure of the module tree. Where that leaves a doubt, an error names the candidates: surgery on a wrong
+layer would train without complaint.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from grassy.heads import Head, create_head
+
+#: Dotted name -> layer.
+Layers = dict[str, nn.Module]
+
+# Names that timm, torchvision and Hugging Face give to what holds the classifier: "fc", "heads", "cls_classifier"...
+_CONVENTIONAL = re.compile(r"(^|_)(fc|heads?|classif(ier)?s?|last_linear)(_dist(ill(ation)?)?)?$")
+_DISTILLED = re.compile(r"(^|_)dist(ill(ation)?)?(_|$)")
+_AUXILIARY = re.compile(r"(^|_)aux", re.IGNORECASE)  # torchvision's Inception and GoogLeNet
+_SHARDING = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+_ALLOWED = "an nn.Linear, a 1x1 convolution or a grassy head"
+
+
+def replace_head(
+    model: nn.Module, name: str, num_classes: int | None = None, classifier: str | None = None, **options: Any
+) -> Head | tuple[Head, ...]:
+    """Replace the classifier of an image classifier by `create_head(name, ...)`, in place, and return the new head.
+
+    num_classes: None keeps the number that the classifier has.
+    classifier: the dotted name of the layer to replace, such as "backbone.fc", where the search finds none or several.
+    options: of the head, such as k=8.
+
+    The new head has the device, dtype and train/eval mode of the old layer; `num_classes`, `num_labels` and
+    `config.num_labels` of the modules around it follow. A model with several classifiers by design (a distilled DeiT, a
+    CrossViT) gets as many heads, returned as a tuple. Auxiliary classifiers (Inception's AuxLogits) stay as they are.
+    If an error is raised, the model has not been changed.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    layers = _search(model) if classifier is None else _named(model, classifier)
+    for path, layer in layers.items():
+        _check_replaceable(model, path, layer)
+    heads = [_head_like(layer, name, num_classes, options) for layer in layers.values()]
+    for (path, layer), head in zip(layers.items(), heads, strict=True):
+        for module in _ancestors(model, path):
+            _declare_classes(module, head.num_classes)
+        _put_in_place(model, layer, HeadOnMap(head) if _is_pointwise(layer) else head)
+    return heads[0] if len(heads) == 1 else tuple(heads)
+
+
+class HeadOnMap(nn.Module):
+    """Applies a head at every location of a map (B, N, ...), as a 1x1 convolution does: logits (B, C, ...)."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, features: Tensor) -> Tensor:
+        channels_last = features.movedim(1, -1)
+        request = self.head.loss_request
+        if request is None:
+            return self.head(channels_last).movedim(-1, 1)
+        rows = channels_last.flatten(0, -2)
+        locations = features.shape[2:].numel()
+        if self.head.has_own_loss():
+            if locations > 1:
+                raise ValueError(
+                    f"{type(self.head).__name__} computes its own loss, which needs one feature an image, got a map of "
+                    f"{tuple(features.shape[2:])}: pool before the classifier"
+                )
+            return self.head(rows).reshape([1] * features.ndim)  # what flattens logits after this takes it
+        # Margin heads: the target of an image is the target of each of its locations.
+        target = request.target.repeat_interleave(locations, dim=0)
+        return self.head(rows, target).unflatten(0, channels_last.shape[:-1]).movedim(-1, 1)
+
+
+def _search(model: nn.Module) -> Layers:
+    layers = _find(model, "", convolutions=True)
+    if not layers:
+        raise ValueError(
+            f"found no classifier in {type(model).__name__}: build it with its classes (not num_classes=0), or name "
+            f"{_ALLOWED} in it by classifier='dotted.name'"
+        )
+    return layers
+
+
+def _named(model: nn.Module, classifier: str) -> Layers:
+    if not isinstance(classifier, str):
+        raise TypeError(f"classifier must be the dotted name of a layer, got {type(classifier).__name__}")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if classifier not in modules:
+        close = difflib.get_close_matches(classifier, list(modules), n=3)
+        hint = f", did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise ValueError(f"classifier={classifier!r} is not a module of {type(model).__name__}{hint}")
+    layer = modules[classifier]
+    if isinstance(layer, HeadOnMap):
+        return {f"{classifier}.head": layer.head}
+    if not (_is_linear(layer) or _is_pointwise(layer)):
+        raise ValueError(f"classifier={classifier!r} is a {type(layer).__name__}, but must be {_ALLOWED}")
+    return {classifier: layer}
+
+
+def _find(module: nn.Module, path: str, convolutions: bool) -> Layers:
+    """The classifier inside `module`, whose dotted name is `path`; empty if there is none.
+
+    convolutions: whether a 1x1 convolution counts. Backbones are full of them, so only where a classifier is expected.
+    """
+    if _is_linear(module) or (convolutions and _is_pointwise(module)):
+        return {path: module}
+    if _declared_classes(module) == 0:  # timm and Hugging Face: the features alone
+        return {}
+    named = _named_by_timm(module)
+    if named:
+        found = [_find(module.get_submodule(name), _join(path, name), convolutions=True) for name in named]
+        return dict(item for layers in found for item in layers.items())
+    if isinstance(module, nn.Sequential):
+        return _last_of_sequence(module, path, convolutions)
+    children = [(name, child) for name, child in module.named_children() if not _AUXILIARY.search(name)]
+    expected = [(name, child) for name, child in children if _CONVENTIONAL.search(name)]
+    plain: Layers = {}
+    distilled: Layers = {}
+    for name, child in children:
+        if _is_linear(child) or (name, child) in expected:
+            kind = distilled if _DISTILLED.search(name) else plain
+            kind.update(_find(child, _join(path, name), convolutions=True))
+    if plain or distilled:
+        plain = _choose(plain or distilled, _declared_classes(module))
+        return plain | (distilled if len(plain) == len(distilled) == 1 else {})
+    if any(isinstance(child, nn.Identity) for _, child in expected):  # someone took the classifier out
+        return {}
+    last = _last_of_sequence(module, path, convolutions=False)
+    # This is weak evidence: a backbone has a last Linear as well. The declared number tells them apart.
+    declared = _declared_classes(module)
+    return last if declared is None or all(_widths(layer)[1] == declared for layer in last.values()) else {}
+
+
+def _last_of_sequence(module: nn.Module, path: str, convolutions: bool) -> Layers:
+    for name, child in reversed(list(module.named_children())):
+        if _AUXILIARY.search(name):
+            continue
+        found = _find(child, _join(path, name), convolutions and _is_pointwise(child))
+        if found:
+            return found
+        if any(True for _ in child.parameters()):  # a convolution before other layers does not give the logits
+            convolutions = False
+    return {}
+
+
+def _choose(candidates: Layers, declared: int | None) -> Layers:
+    """The one that gives the logits, out of sibling layers; ValueError if that is not clear."""
+    linear = {path: layer for path, layer in candidates.items() if not _is_pointwise(layer)}
+    items = list((linear or candidates).items())  # with a Linear about, a convolution makes features (EfficientNet)
+    # fc1, fc2, fc3: what has the width of a later one's input feeds it. Ends of chains remain.
+    ends = {
+        path: layer
+        for i, (path, layer) in enumerate(items)
+        if not any(_widths(later)[0] == _widths(layer)[1] for _, later in items[i + 1 :])
+    }
+    if len(ends) > 1 and declared is not None:
+        matching = {path: layer for path, layer in ends.items() if _widths(layer)[1] == declared}
+        ends = matching if len(matching) == 1 else ends
+    if len(ends) > 1:
+        raise ValueError(f"several layers could be the classifier, pass one of them as classifier=: {', '.join(ends)}")
+    return ends
+
+
+def _check_replaceable(model: nn.Module, path: str, layer: nn.Module) -> None:
+    if layer is model:
+        raise ValueError(f"model is itself the layer to replace ({type(model).__name__}): wrap it in nn.Sequential")
+    if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
+        raise ValueError(f"{path!r} is a {type(layer).__name__} of unknown width: call the model on a batch first")
+    for module in _ancestors(model, path):
+        wrapper = _SHARDING & {cls.__name__ for cls in type(module).__mro__}
+        if wrapper:
+            raise ValueError(f"model is wrapped in {wrapper.pop()} already: replace the head before wrapping it")
+
+
+def _head_like(layer: nn.Module, name: str, num_classes: int | None, options: dict[str, Any]) -> Head:
+    in_features, old_classes = _widths(layer)
+    old = next(layer.parameters())
+    options = {"device": old.device, "dtype": old.dtype, **options}
+    head = create_head(name, in_features, old_classes if num_classes is None else num_classes, **options)
+    return head.train(layer.training)
+
+
+def _put_in_place(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is old:  # under every name that it has
+                parent._modules[name] = new
+
+
+def _named_by_timm(module: nn.Module) -> list[str]:
+    """What timm says is the classifier, one name or several; those of a distilled variant may not be there."""
+    config = vars(module).get("pretrained_cfg") or vars(module).get("default_cfg")
+    named = config.get("classifier") if isinstance(config, dict) else getattr(config, "classifier", None)
+    if not named:
+        return []
+    names = [named] if isinstance(named, str) else list(named)
+    modules = dict(module.named_modules(remove_duplicate=False))
+    # levit_384_s8 is built with a second head that its configuration does not mention.
+    return [name for name in dict.fromkeys([*names, "head_dist"]) if name in modules]
+
+
+def _declared_classes(module: nn.Module) -> int | None:
+    own = vars(module)
+    for number in (own.get("num_classes"), own.get("num_labels"), getattr(own.get("config"), "num_labels", None)):
+        if isinstance(number, int):
+            return number
+    return None
+
+
+def _declare_classes(module: nn.Module, number: int) -> None:
+    own = vars(module)  # what the module itself stores: a property would compute it
+    for attribute in ("num_classes", "num_labels"):
+        if isinstance(own.get(attribute), int):
+            setattr(module, attribute, number)
+    if isinstance(getattr(own.get("config"), "num_labels", None), int):
+        own["config"].num_labels = number  # keeps id2label if the number is the same
+
+
+def _is_linear(module: nn.Module) -> bool:
+    # The output projection of nn.MultiheadAttention is a Linear by its type, but its forward is never called.
+    return isinstance(module, nn.Linear | Head) and not isinstance(module, NonDynamicallyQuantizableLinear)
+
+
+def _is_pointwise(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return False
+    return module.groups == 1 and set(module.kernel_size) == set(module.stride) == {1} and set(module.padding) == {0}
+
+
+def _widths(layer: nn.Module) -> tuple[int, int]:
+    """Width of the features in, number of logits out."""
+    if isinstance(layer, Head):
+        return layer.in_features, layer.num_classes
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    return layer.in_channels, layer.out_channels
+
+
+def _ancestors(model: nn.Module, path: str) -> Iterator[nn.Module]:
+    parts = path.split(".")
+    for depth in range(len(parts)):
+        yield model.get_submodule(".".join(parts[:depth]))
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,431 @@
+"""make_optimizer: one ordinary optimizer, whatever the base, that every tool around it can drive."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from timm.scheduler import CosineLRScheduler
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+
+import grassy
+from grassy import geometry as g
+
+BASES = {
+    "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3},
+    "adamw": {"lr": 1e-2, "weight_decay": 0.05},
+    "lamb": {"lr": 5e-3, "weight_decay": 0.02},
+}
+every_base = pytest.mark.parametrize("base", sorted(BASES))
+
+
+def a_model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), grassy.GrassmannHead(16, 4, k=3))
+
+
+def data(step):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(20, 6, generator=generator)
+    return x, x[:, :4].argmax(-1)
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        grassy.classification_loss(model, *data(step)).backward()
+        optimizer.step()
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_identical(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+@every_base
+def test_training_lowers_the_loss_and_keeps_the_subspaces_on_the_manifold(base):
+    model = a_model()
+    optimizer = grassy.make_optimizer(model, base, **BASES[base])
+    first = grassy.classification_loss(model, *data(0)).item()
+    train(model, optimizer, range(100))
+    assert grassy.classification_loss(model, *data(0)).item() < 0.5 * first
+    assert g.orthonormality_error(model[3].weight.detach()) < 1e-6
+
+
+@every_base
+def test_it_does_what_the_two_optimizers_would_do_apart(base):
+    model, apart = a_model(), a_model()
+    joint = grassy.make_optimizer(model, base, **BASES[base], head_lr=0.2, head_momentum=0.8)
+    options = dict(BASES[base])
+    decay = options.pop("weight_decay")
+    base_class = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "lamb": timm.optim.Lamb}[base]
+    vectors = [p for name, p in apart.named_parameters() if p.ndim == 1]
+    euclidean = base_class(
+        [{"params": vectors, "weight_decay": 0.0}, {"params": [apart[0].weight], "weight_decay": decay}], **options
+    )
+    riemannian = grassy.RiemannianSGD([apart[3].weight], lr=0.2, momentum=0.8)
+    train(model, joint, range(10))
+    for step in range(10):
+        apart.zero_grad()
+        grassy.classification_loss(apart, *data(step)).backward()
+        euclidean.step()
+        riemannian.step()
+    assert_identical(weights(model), weights(apart))
+
+
+@every_base
+def test_saving_and_resuming_gives_the_same_weights_to_the_bit(base, tmp_path):
+    straight = a_model()
+    optimizer = grassy.make_optimizer(straight, base, **BASES[base])
+    scheduler = StepLR(optimizer, 3, 0.5)
+    train(straight, optimizer, range(10))
+    scheduler.step()
+    torch.save(
+        {"model": straight.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()},
+        tmp_path / "checkpoint.pt",
+    )
+    train(straight, optimizer, range(10, 20))
+
+    resumed = a_model(seed=1)
+    other = grassy.make_optimizer(resumed, base, **BASES[base])
+    other_scheduler = StepLR(other, 3, 0.5)
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    resumed.load_state_dict(checkpoint["model"])
+    other.load_state_dict(checkpoint["optimizer"])
+    other_scheduler.load_state_dict(checkpoint["scheduler"])
+    train(resumed, other, range(10, 20))
+    assert_identical(weights(resumed), weights(straight))
+    assert other.skipped_classes == 0
+
+
+def test_counts_of_skipped_classes_survive_resuming():
+    model = a_model()
+    optimizer = grassy.make_optimizer(model, "adamw", lr=1e-3)
+    train(model, optimizer, range(1))
+    model[3].weight.grad[1] = float("nan")
+    optimizer.step()
+    other = grassy.make_optimizer(model, "adamw", lr=1e-3)
+    other.load_state_dict(optimizer.state_dict())
+    assert optimizer.skipped_classes == other.skipped_classes == 1
+    other.step()
+    assert other.skipped_classes == 2
+
+
+def test_there_is_one_list_of_groups_and_one_state_dict():
+    model = a_model()
+    optimizer = grassy.make_optimizer(model, "adamw", lr=1e-3, weight_decay=0.05)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    train(model, optimizer, range(2))
+    in_groups = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in in_groups} == {id(p) for p in model.parameters()}
+    state = optimizer.state_dict()
+    assert len(state["state"]) == len(in_groups)
+    assert [group["manifold"] for group in state["param_groups"]] == ["euclidean", "euclidean", "grassmann"]
+    assert "momentum_buffer" in optimizer.state[model[3].weight]
+    assert "exp_avg" in optimizer.state[model[0].weight]
+
+
+def test_a_copy_of_the_optimizer_is_whole():
+    model = a_model()
+    optimizer = grassy.make_optimizer(model, "adamw", lr=1e-3)
+    train(model, optimizer, range(2))
+    clone, clone_optimizer = copy.deepcopy((model, optimizer))
+    train(model, optimizer, range(2, 5))
+    train(clone, clone_optimizer, range(2, 5))
+    assert_identical(weights(clone), weights(model))
+
+
+# --- learning rates, decay, names -------------------------------------------------------------------------------
+
+
+def rates(optimizer):
+    return {group["manifold"]: group["lr"] for group in optimizer.param_groups}
+
+
+def test_head_lr_defaults_to_lr_for_sgd_and_to_a_tenth_for_any_other_base():
+    model = a_model()
+    assert rates(grassy.make_optimizer(model, "sgd", lr=0.3))["grassmann"] == 0.3
+    assert rates(grassy.make_optimizer(model, torch.optim.SGD, lr=0.3))["grassmann"] == 0.3
+    for base in ("adamw", "lamb", "adam", torch.optim.RMSprop):
+        assert rates(grassy.make_optimizer(model, base, lr=0.3))["grassmann"] == 0.1
+    assert rates(grassy.make_optimizer(model, "sgd", lr=0.3, head_lr=0.7))["grassmann"] == 0.7
+    with pytest.raises(ValueError, match="no subspaces"):
+        grassy.make_optimizer(nn.Linear(2, 3), "sgd", lr=0.1, head_lr=0.1)
+
+
+def test_a_model_without_subspaces_gets_its_base_alone():
+    model = nn.Linear(2, 3)
+    optimizer = grassy.make_optimizer(model, "sgd", lr=0.1)
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    assert optimizer.skipped_classes == 0
+
+
+def test_subspaces_biases_norms_and_what_timm_says_are_not_decayed():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=5)
+    grassy.replace_head(model, "grassmann", k=2)
+    names = {id(p): name for name, p in model.named_parameters()}
+    for wrapped in (model, nn.Sequential(model)):  # names are then prefixed
+        optimizer = grassy.make_optimizer(wrapped, "adamw", lr=1e-3, weight_decay=0.05)
+        decayed = {names[id(p)] for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+        assert "blocks.0.attn.qkv.weight" in decayed
+        assert not decayed & {"pos_embed", "cls_token", "head.weight", "norm.weight", "blocks.0.attn.qkv.bias"}
+        assert len(decayed) == sum(name.endswith("weight") and p.ndim > 1 for name, p in model.named_parameters()) - 1
+
+
+def test_layer_decay_lowers_the_rate_of_earlier_layers_and_not_of_the_head():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=3, num_classes=5)
+    grassy.replace_head(model, "grassmann", k=2)
+    optimizer = grassy.make_optimizer(model, "adamw", lr=1.0, weight_decay=0.05, layer_decay=0.5, head_lr=0.1)
+    rate = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    expected = timm.optim.param_groups_layer_decay(model, 0.05, model.no_weight_decay(), layer_decay=0.5)
+    for group in expected:
+        for p in group["params"]:
+            assert rate[id(p)] == (0.1 if p is model.head.weight else pytest.approx(group["lr_scale"]))
+    assert len({round(r, 6) for r in rate.values()}) > 3
+    with pytest.raises(ValueError, match="layer_decay needs a timm model"):
+        grassy.make_optimizer(a_model(), "adamw", lr=1.0, layer_decay=0.5)
+
+
+def test_frozen_parameters_are_left_out_and_may_be_added_later():
+    model = a_model()
+    model[0].requires_grad_(False)
+    optimizer = grassy.make_optimizer(model, "adamw", lr=1e-2)
+    before = weights(model)
+    train(model, optimizer, range(3))
+    assert torch.equal(model[0].weight, before["0.weight"])
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": model[0].parameters(), "lr": 1e-2})
+    train(model, optimizer, range(3))
+    assert not torch.equal(model[0].weight, before["0.weight"])
+    extra = nn.Parameter(g.random_subspace(2, 2, 5))
+    optimizer.add_param_group({"params": [extra], "manifold": "grassmann", "lr": 0.1})
+    extra.grad = torch.randn_like(extra)
+    optimizer.step()
+    assert g.orthonormality_error(extra.detach()) < 1e-6
+    with pytest.raises(ValueError, match="off the manifold"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.randn(2, 2, 5))], "manifold": "grassmann"})
+    with pytest.raises(ValueError, match="'sphere'"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.randn(2))], "manifold": "sphere"})
+
+
+def test_only_the_head_or_only_the_body_may_be_trained():
+    model = a_model()
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(False)
+    train(model, grassy.make_optimizer(model, "adamw", lr=1e-2), range(3))
+    frozen_head = a_model()
+    frozen_head[3].requires_grad_(False)
+    before = weights(frozen_head)
+    train(frozen_head, grassy.make_optimizer(frozen_head, "adamw", lr=1e-2), range(3))
+    assert torch.equal(frozen_head[3].weight, before["3.weight"])
+    frozen_head.requires_grad_(False)
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        grassy.make_optimizer(frozen_head, "adamw", lr=1e-2)
+
+
+def test_bad_arguments_are_refused():
+    model = a_model()
+    with pytest.raises(ValueError, match=r"unknown optimizer 'adamv'.*known: .*adamw.*lamb"):
+        grassy.make_optimizer(model, "adamv", lr=0.1)
+    with pytest.raises(TypeError, match="base must be the name or the class"):
+        grassy.make_optimizer(model, 3, lr=0.1)
+    with pytest.raises(ValueError, match="lr must be"):
+        grassy.make_optimizer(model, "sgd", lr=-0.1)
+    with pytest.raises(ValueError, match="lr must be"):
+        grassy.make_optimizer(model, "sgd", lr=0.1, head_lr=-0.1)
+    with pytest.raises(ValueError, match="weight_decay must be"):
+        grassy.make_optimizer(model, "sgd", lr=0.1, weight_decay=-1)
+    with pytest.raises(ValueError, match=r"saved by grassy.make_optimizer"):
+        grassy.make_optimizer(model, "sgd", lr=0.1).load_state_dict(
+            torch.optim.SGD(model.parameters(), lr=0.1).state_dict()
+        )
+
+
+# --- schedulers -------------------------------------------------------------------------------------------------
+
+
+def test_a_step_schedule_multiplies_both_rates():
+    model = a_model()
+    optimizer = grassy.make_optimizer(model, "adamw", lr=1e-3, head_lr=0.1)
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.1)
+    train(model, optimizer, range(1))
+    scheduler.step()
+    assert rates(optimizer) == pytest.approx({"euclidean": 1e-4, "grassmann": 1e-2})
+    before = weights(model)
+    warm_down = LambdaLR(optimizer, lambda _: 0.0)
+    warm_down.step()
+    train(model, optimizer, range(1, 2))
+    assert torch.equal(model[0].weight, before["0.weight"])
+    assert g.distance(model[3].weight.detach(), before["3.weight"]).max() < 1e-5
+
+
+@pytest.mark.parametrize("base", ["sgd", "adamw"])
+def test_one_cycle_takes_one_maximum_a_group(base):
+    model = a_model()
+    optimizer = grassy.make_optimizer(model, base, **BASES[base])
+    maxima = [0.5 if group["manifold"] == "grassmann" else 0.01 for group in optimizer.param_groups]
+    scheduler = OneCycleLR(optimizer, max_lr=maxima, total_steps=10)
+    seen = []
+    for step in range(9):
+        train(model, optimizer, [step])
+        scheduler.step()
+        seen.append(rates(optimizer))
+    assert max(r["grassmann"] for r in seen) == pytest.approx(0.5)
+    assert max(r["euclidean"] for r in seen) == pytest.approx(0.01)
+    assert g.orthonormality_error(model[3].weight.detach()) < 1e-6
+
+
+def test_timms_cosine_drives_both_rates_and_its_warm_up_and_minimum_take_one_value_a_group():
+    model = a_model()
+    optimizer = grassy.make_optimizer(model, "adamw", lr=1e-3, head_lr=0.1)
+    scheduler = CosineLRScheduler(optimizer, t_initial=10, lr_min=0.0, warmup_t=0)
+    for epoch in (0, 5, 10):
+        scheduler.step(epoch)
+        r = rates(optimizer)
+        assert r["grassmann"] == pytest.approx(100 * r["euclidean"])
+    assert r["grassmann"] == 0.0
+
+
+# --- AMP, clipping, Lightning, Accelerate -----------------------------------------------------------------------
+
+
+@every_base
+def test_a_step_that_the_grad_scaler_skips_changes_nothing_to_the_bit(base):
+    model = a_model()
+    optimizer = grassy.make_optimizer(model, base, **BASES[base])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def step(index, poison=False):
+        optimizer.zero_grad()
+        scaler.scale(grassy.classification_loss(model, *data(index))).backward()
+        if poison:
+            model[0].weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+
+    step(0)
+    before = [{k: v.clone() for k, v in s.items() if torch.is_tensor(v)} for s in optimizer.state.values()]
+    parameters = [p.detach().clone() for p in model.parameters()]
+    step(1, poison=True)
+    assert scaler.get_scale() == 2.0
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), parameters, strict=True))
+    for state, old in zip(optimizer.state.values(), before, strict=True):
+        assert all(torch.equal(state[key], old[key]) for key in old)
+    step(2)
+    assert not torch.equal(model[3].weight, parameters[-1])
+
+
+def test_scaled_gradients_give_the_same_steps():
+    plain, scaled = a_model(), a_model()
+    train(plain, grassy.make_optimizer(plain, "sgd", lr=0.1), range(5))
+    optimizer, scaler = grassy.make_optimizer(scaled, "sgd", lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(5):
+        optimizer.zero_grad()
+        scaler.scale(grassy.classification_loss(scaled, *data(step))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert torch.allclose(plain[3].weight, scaled[3].weight, atol=1e-6)
+
+
+def test_clipping_uses_the_riemannian_norm_of_subspaces():
+    model = a_model().double()
+    grassy.classification_loss(model, data(0)[0].double(), data(0)[1]).backward()
+    weight = model[3].weight
+    weight.grad += 5 * weight.detach()  # within the subspace: it moves nothing, and must not count
+    tangent = g.project(weight.detach(), weight.grad)
+    rest = [p.grad for p in model.parameters() if p is not weight]
+    expected = torch.stack([tangent.norm(), *(grad.norm() for grad in rest)]).norm()
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    total = grassy.clip_grad_norm_(model, 0.1)
+    assert torch.allclose(total, expected)
+    for name, p in model.named_parameters():
+        assert torch.allclose(p.grad, before[name] * 0.1 / expected, rtol=1e-4)
+    assert torch.allclose(grassy.clip_grad_norm_(model, 0.1), torch.tensor(0.1, dtype=torch.float64), rtol=1e-4)
+    unclipped = {name: p.grad.clone() for name, p in model.named_parameters()}
+    grassy.clip_grad_norm_(model, 1e9)
+    assert all(torch.equal(p.grad, unclipped[name]) for name, p in model.named_parameters())
+
+
+def test_the_riemannian_norm_does_not_cancel_when_the_gradient_lies_in_the_subspace():
+    model = nn.Sequential(grassy.GrassmannHead(64, 3, k=4))
+    weight = model[0].weight
+    tiny = 1e-3 * g.project(weight.detach(), torch.randn(3, 4, 64))
+    weight.grad = 100 * weight.detach() + tiny
+    assert torch.allclose(grassy.clip_grad_norm_(model, 1e9), tiny.norm(), rtol=1e-2)
+
+
+def test_a_class_with_a_non_finite_gradient_does_not_poison_the_clipping_of_the_rest():
+    model = a_model()
+    grassy.classification_loss(model, *data(0)).backward()
+    model[3].weight.grad[1] = float("nan")
+    norm = grassy.clip_grad_norm_(model, 0.1)
+    assert norm.isfinite()
+    assert model[0].weight.grad.isfinite().all()
+    with pytest.raises(ValueError, match="max_norm"):
+        grassy.clip_grad_norm_(model, -1.0)
+    assert grassy.clip_grad_norm_(a_model(), 1.0) == 0
+
+
+def test_lightning_trains_it_like_any_other_optimizer(tmp_path):
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = a_model()
+
+        def training_step(self, batch, _):
+            return grassy.classification_loss(self.model, *batch)
+
+        def configure_optimizers(self):
+            optimizer = grassy.make_optimizer(self.model, "adamw", lr=1e-3)
+            return {"optimizer": optimizer, "lr_scheduler": StepLR(optimizer, 1, 0.5)}
+
+    module = Module()
+    start = module.model[3].weight.detach().clone()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data(0)), batch_size=5)
+    trainer = lightning.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        gradient_clip_val=1.0,
+    )
+    trainer.fit(module, loader)
+    assert g.distance(module.model[3].weight.detach(), start).min() > 1e-3
+    assert g.orthonormality_error(module.model[3].weight.detach()) < 1e-6
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    resumed = Module()
+    again = lightning.Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    again.fit(resumed, loader, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    assert again.optimizers[0].param_groups[-1]["lr"] == pytest.approx(0.1 * 0.5**3)
+
+
+def test_accelerate_prepares_it_like_any_other_optimizer():
+    from accelerate import Accelerator
+
+    model = a_model()
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, grassy.make_optimizer(model, "adamw", lr=1e-3))
+    start = model[3].weight.detach().clone()
+    for step in range(3):
+        optimizer.zero_grad()
+        accelerator.backward(grassy.classification_loss(model, *data(step)))
+        optimizer.step()
+    assert g.distance(model[3].weight.detach(), start).min() > 1e-3

@@ -1,0 +1,420 @@
+"""Algorithm 1: the optimizer against a literal transcription, its invariances, and the hazards of the design."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import grassy
+from grassy import geometry as g
+from grassy import ops
+from grassy.optim import RiemannianSGD
+
+F64 = torch.float64
+
+
+def algorithm_1(s, m, d, tau, mu, variant=False):
+    """The paper's Algorithm 1, descending, in its columns (C, n, k), by thin SVD; the variant of its appendix by QR."""
+    grad = d - s @ (s.mT @ d)  # step 1
+    m = m - s @ (s.mT @ m)  # step 2
+    m = mu * m + grad  # step 3
+    if variant:
+        q, r = torch.linalg.qr(s - tau * m)
+        return q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2), m
+    u, sigma, vt = torch.linalg.svd(-m, full_matrices=False)  # step 4, against the momentum
+    cos, sin = (tau * sigma).cos().unsqueeze(-2), (tau * sigma).sin().unsqueeze(-2)
+    return (s @ vt.mT * cos + u * sin) @ vt, m
+
+
+def a_problem(c, k, n, dtype=F64):
+    """A smooth function on the product of Grassmannians, so that gradients follow the subspaces."""
+    matrix = torch.randn(c, n, n, dtype=dtype)
+    return lambda w: (w @ matrix).square().sum() / 10 + (w @ matrix @ w.mT).sum()
+
+
+def train(w, function, steps, **options):
+    p = nn.Parameter(w.clone())
+    optimizer = RiemannianSGD([p], **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        function(p).backward()
+        optimizer.step()
+    return p.detach(), optimizer
+
+
+@pytest.mark.parametrize("variant", [False, True], ids=["geodesic", "qf"])
+@pytest.mark.parametrize(("c", "k", "n"), [(5, 3, 10), (1, 1, 4), (3, 8, 64), (4, 2, 2)])
+def test_200_steps_agree_with_the_literal_algorithm(variant, c, k, n):
+    w = g.random_subspace(c, k, n, dtype=F64)
+    function = a_problem(c, k, n)
+    s, m = w.mT.clone(), torch.zeros(c, n, k, dtype=F64)
+    for _ in range(200):
+        leaf = s.clone().requires_grad_()
+        (d,) = torch.autograd.grad(function(leaf.mT), leaf)
+        s, m = algorithm_1(s, m, d, tau=1e-3, mu=0.9, variant=variant)
+    result, optimizer = train(w, function, 200, lr=1e-3, retraction="qf" if variant else "geodesic")
+    assert torch.allclose(result, s.mT, atol=1e-9)
+    assert torch.allclose(optimizer.state_dict()["state"][0]["momentum_buffer"], m.mT, atol=1e-8)
+    if k < n:
+        assert g.distance(result, w).min() > 0.05  # it did move
+
+
+def test_the_momentum_is_a_tangent_vector_and_parallel_transport_takes_it_along():
+    w = g.random_subspace(4, 3, 9, dtype=F64)
+    d = torch.randn(2, 4, 3, 9, dtype=F64)
+    buffer, moved = torch.zeros_like(w), w.clone()
+    ops.geodesic_step(moved, d[0], buffer, 0.3, 0.9, transport="parallel")
+    h = g.project(w, d[0])
+    assert torch.allclose(moved, g.geodesic(w, -h, 0.3), atol=1e-12)
+    assert torch.allclose(buffer, g.transport(w, -h, h, 0.3), atol=1e-12)
+    assert (buffer @ moved.mT).abs().max() < 1e-12
+    projected = torch.zeros_like(w)
+    ops.geodesic_step(w.clone(), d[0], projected, 0.3, 0.9)
+    assert torch.allclose(projected, h, atol=1e-12)
+
+
+def test_float32_stays_orthonormal_over_20000_steps_with_random_gradients():
+    w = g.random_subspace(20, 8, 64)
+    buffer, worst = torch.zeros_like(w), 0.0
+    for _ in range(20_000):
+        ops.geodesic_step(w, torch.randn_like(w), buffer, 0.1, 0.9)
+        worst = max(worst, float(g.orthonormality_error(w)))
+    assert worst < 1e-6
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 30.0, 1e4])
+def test_one_float32_step_stays_near_the_float64_step_whatever_its_size(size):
+    w = g.random_subspace(50, 8, 257, dtype=F64)
+    d = torch.randn_like(w)
+    d *= size / torch.linalg.matrix_norm(g.project(w, d), 2)[:, None, None]  # the largest turn, in radians
+    exact, single = w.clone(), w.float()
+    ops.geodesic_step(exact, d, None, 1.0, 0.0)
+    ops.geodesic_step(single, d.float(), None, 1.0, 0.0)
+    angle = min(size, 64.0)
+    assert g.distance(single.double(), exact).max() < 1e-6 * max(1.0, angle)
+    assert g.orthonormality_error(single) < 1e-6
+
+
+@pytest.mark.parametrize("transport", ["projection", "parallel"])
+def test_a_change_of_basis_changes_nothing(transport):
+    w = g.random_subspace(6, 4, 12, dtype=F64)
+    x = torch.randn(30, 12, dtype=F64)
+    labels = torch.randint(0, 6, (30,))
+    rotation = g.random_subspace(6, 4, 4, dtype=F64)
+
+    def loss(weight):
+        return nn.functional.cross_entropy(ops.subspace_logits(x, weight, 10.0), labels)
+
+    one, _ = train(w, loss, 50, lr=0.3, transport=transport)
+    other, _ = train(rotation @ w, loss, 50, lr=0.3, transport=transport)
+    assert torch.allclose(ops.subspace_logits(x, rotation @ w, 10.0), ops.subspace_logits(x, w, 10.0), atol=1e-12)
+    assert torch.allclose(other, rotation @ one, atol=1e-9)
+    assert g.distance(one, other).max() < 1e-9
+    assert g.distance(one, w).min() > 0.1
+
+
+def test_a_change_of_basis_changes_nothing_for_qf_without_momentum():
+    w, rotation = g.random_subspace(6, 4, 12, dtype=F64), g.random_subspace(6, 4, 4, dtype=F64)
+    d = torch.randn_like(w)
+    one, other = w.clone(), rotation @ w
+    ops.geodesic_step(one, d, None, 0.3, 0.0, retraction="qf")
+    ops.geodesic_step(other, rotation @ d, None, 0.3, 0.0, retraction="qf")
+    assert g.distance(one, other).max() < 1e-9
+
+
+def test_a_single_sample_turns_one_direction_towards_itself():
+    """Paper, Eq. 9: only the vector of the subspace nearest to the feature moves."""
+    head = grassy.GrassmannHead(16, 3, k=4, gamma=1.0, dtype=F64)
+    x = torch.randn(1, 16, dtype=F64)
+    (gradient,) = torch.autograd.grad(head(x)[0, 1], head.weight)
+    h = g.project(head.weight, gradient)
+    assert (h[[0, 2]] == 0).all()
+    singular_values = torch.linalg.svdvals(h[1])
+    assert singular_values[0] > 1e-3
+    assert (singular_values[1:] < 1e-12).all()
+    unit = (x / x.norm()).squeeze()
+    w1 = head.weight[1]
+    residual = unit - w1.mT @ (w1 @ unit)  # Proposition 1 and Eq. 8, with the basis the weight has
+    assert torch.allclose(h[1], torch.outer(w1 @ unit, residual) / (w1 @ unit).norm(), atol=1e-12)
+
+
+def test_unequal_dimensions_equal_the_heads_of_each_dimension_alone():
+    dims = [1, 3, 8, 2]
+    head = grassy.GrassmannHead(10, 4, k=dims, gamma=7.0, dtype=F64)
+    assert head.dims.tolist() == dims
+    alone = [grassy.GrassmannHead(10, 1, k=k, gamma=7.0, dtype=F64) for k in dims]
+    with torch.no_grad():
+        for i, single in enumerate(alone):
+            single.weight.copy_(head.weight[i : i + 1, : dims[i]])
+    x, labels = torch.randn(20, 10, dtype=F64), torch.randint(0, 4, (20,))
+    together = RiemannianSGD([head.weight], lr=0.2)
+    apart = RiemannianSGD([single.weight for single in alone], lr=0.2)
+    for _ in range(10):
+        logits = torch.cat([single(x) for single in alone], -1)
+        assert torch.allclose(head(x), logits, atol=1e-10)
+        for optimizer, output in ((together, head(x)), (apart, logits)):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(output, labels).backward()
+        for i, single in enumerate(alone):
+            assert torch.allclose(head.weight.grad[i : i + 1, : dims[i]], single.weight.grad, atol=1e-10)
+            assert (head.weight.grad[i, dims[i] :] == 0).all()
+        together.step()
+        apart.step()
+    assert head.dims.tolist() == dims
+
+
+@pytest.mark.parametrize("retraction", ["geodesic", "qf"])
+def test_absent_rows_stay_zero_even_if_a_gradient_reaches_them(retraction):
+    w = g.random_subspace(3, 4, 9)
+    w[:, 1] = 0
+    buffer = torch.zeros_like(w)
+    for _ in range(5):
+        ops.geodesic_step(w, torch.randn_like(w), buffer, 0.1, 0.9, retraction=retraction)
+    assert (w[:, 1] == 0).all()
+    assert (buffer[:, 1] == 0).all()
+    assert g.orthonormality_error(w) < 1e-6
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("retraction", ["geodesic", "qf"])
+def test_classes_with_a_non_finite_gradient_stay_and_are_counted(bad, retraction):
+    p = nn.Parameter(g.random_subspace(6, 3, 9))
+    optimizer = RiemannianSGD([p], lr=0.1, retraction=retraction)
+    p.grad = torch.randn_like(p)
+    optimizer.step()
+    before, momentum = p.detach().clone(), optimizer.state[p]["momentum_buffer"].clone()
+    p.grad = torch.randn_like(p)
+    p.grad[2, 0, 4] = bad
+    p.grad[5, :, :] = bad
+    optimizer.step()
+    buffer = optimizer.state[p]["momentum_buffer"]
+    for skipped in (2, 5):
+        assert torch.equal(p[skipped], before[skipped])
+        assert torch.equal(buffer[skipped], momentum[skipped])
+    moved = [0, 1, 3, 4]
+    assert (p[moved] != before[moved]).flatten(1).any(1).all()
+    assert p.isfinite().all()
+    assert optimizer.skipped_classes == 2
+    optimizer.step()
+    assert optimizer.skipped_classes == 4
+
+
+def test_zero_gradients_and_zero_momentum_leave_the_weight_as_it_is_to_the_bit():
+    w = g.random_subspace(5, 3, 9)
+    moved, buffer = w.clone(), torch.zeros_like(w)
+    ops.geodesic_step(moved, torch.zeros_like(w), buffer, 0.1, 0.9)
+    assert torch.equal(moved, w)
+    assert (buffer == 0).all()
+
+
+def test_a_subspace_that_fills_the_space_does_not_move():
+    w = g.random_subspace(3, 5, 5)
+    moved, buffer = w.clone(), torch.zeros_like(w)
+    for _ in range(20):
+        ops.geodesic_step(moved, torch.randn_like(w), buffer, 0.1, 0.9)
+    assert torch.allclose(moved, w, atol=1e-5)
+
+
+def test_rank_one_momentum_and_one_class_of_one_dimension_are_no_special_cases():
+    w = g.random_subspace(1, 4, 8, dtype=F64)
+    d = torch.randn(1, 4, 1, dtype=F64) * torch.randn(1, 1, 8, dtype=F64)
+    moved = w.clone()
+    ops.geodesic_step(moved, d, None, 0.2, 0.0)
+    assert torch.allclose(moved, g.geodesic(w, -g.project(w, d), 0.2), atol=1e-12)
+    line = g.random_subspace(1, 1, 2, dtype=F64)
+    angle = 0.3
+    turn = torch.stack([-line[0, 0, 1], line[0, 0, 0]])
+    moved = line.clone()
+    ops.geodesic_step(moved, -turn.reshape(1, 1, 2), None, angle, 0.0)
+    assert torch.allclose(moved[0, 0], torch.tensor(angle).cos() * line[0, 0] + torch.tensor(angle).sin() * turn)
+
+
+def test_maximize_ascends():
+    w, d = g.random_subspace(3, 2, 7, dtype=F64), torch.randn(3, 2, 7, dtype=F64)
+    up, down = w.clone(), w.clone()
+    ops.geodesic_step(up, d, torch.zeros_like(w), 0.1, 0.9, maximize=True)
+    ops.geodesic_step(down, -d, torch.zeros_like(w), 0.1, 0.9)
+    assert torch.equal(up, down)
+    toy = torch.tensor([[3.0, 4.0]])  # the toy of Section 4.2: the line that holds most of a vector is its own
+    result, _ = train(
+        torch.tensor([[[1.0, 0.0]]]), lambda p: ops.subspace_logits(toy, p, 5.0).sum(), 200, lr=0.05, maximize=True
+    )
+    assert torch.allclose(result.abs(), torch.tensor([[[0.6, 0.8]]]), atol=1e-4)
+
+
+@pytest.mark.parametrize("max_angle", [0.05, 0.5])
+def test_max_angle_limits_the_turn_of_each_class_and_leaves_smaller_turns_alone(max_angle):
+    w = g.random_subspace(40, 8, 20, dtype=F64)
+    d = torch.randn_like(w) * torch.logspace(-4, 1, 40, dtype=F64)[:, None, None]
+    free, limited = w.clone(), w.clone()
+    free_counts = ops.geodesic_step(free, d, None, 0.05, 0.0)
+    counts = ops.geodesic_step(limited, d, None, 0.05, 0.0, max_angle=max_angle)
+    asked = 0.05 * torch.linalg.matrix_norm(g.project(w, d), 2)
+    turned = g.principal_angles(w, limited)[:, -1]
+    assert (turned <= max_angle + 1e-12).all()
+    assert torch.allclose(turned[asked > max_angle * 1.01], torch.tensor(max_angle, dtype=F64), rtol=0.006)
+    small = asked < max_angle * 0.99
+    assert torch.equal(limited[small], free[small])
+    assert int((asked > max_angle * 1.01).sum()) <= int(counts.capped) <= int((asked > max_angle * 0.99).sum())
+    assert int(free_counts.capped) == 0
+
+
+def test_an_insane_turn_is_scaled_down_and_counted():
+    p = nn.Parameter(g.random_subspace(4, 3, 9))
+    optimizer = RiemannianSGD([p], lr=1.0)
+    p.grad = 1e6 * torch.randn_like(p)
+    optimizer.step()
+    assert optimizer.capped_classes == 4
+    assert g.orthonormality_error(p.detach()) < 1e-6
+
+
+def test_gradients_and_momentum_may_be_bfloat16():
+    w, d = g.random_subspace(5, 4, 64), torch.randn(5, 4, 64)
+    exact, rough = w.clone(), w.clone()
+    buffer = torch.zeros_like(w, dtype=torch.bfloat16)
+    ops.geodesic_step(exact, d, None, 0.1, 0.0)
+    ops.geodesic_step(rough, d.bfloat16(), buffer, 0.1, 0.9)
+    assert buffer.dtype == torch.bfloat16
+    assert g.distance(exact, rough).max() < 0.02
+    assert g.orthonormality_error(rough) < 1e-6
+
+
+def test_learning_rate_and_momentum_may_be_tensors():
+    w, d = g.random_subspace(5, 4, 16), torch.randn(5, 4, 16)
+    results = []
+    for lr, momentum in ((0.1, 0.9), (torch.tensor(0.1), torch.tensor(0.9))):
+        moved, buffer = w.clone(), torch.ones_like(w)
+        ops.geodesic_step(moved, d, buffer, lr, momentum)
+        results.append(moved)
+    assert torch.allclose(*results, atol=1e-6)
+
+
+def test_blocks_of_classes_do_not_change_the_result(monkeypatch):
+    w, d, m = (
+        g.random_subspace(37, 3, 16, dtype=F64),
+        torch.randn(37, 3, 16, dtype=F64),
+        torch.randn(37, 3, 16, dtype=F64),
+    )
+    results = []
+    for size in (1000, 5):
+        monkeypatch.setattr(ops.reference, "_classes_in_a_block", lambda weight, size=size: size)
+        moved, buffer = w.clone(), m.clone()
+        ops.geodesic_step(moved, d, buffer, 0.1, 0.9)
+        results.append((moved, buffer))
+    assert torch.allclose(results[0][0], results[1][0], atol=1e-14)
+    assert torch.allclose(results[0][1], results[1][1], atol=1e-14)
+
+
+class PeakMemory(TorchDispatchMode):
+    """The largest number of bytes that tensors made under this mode held at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak = weakref.WeakKeyDictionary(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {
+            t.untyped_storage().data_ptr()
+            for t in torch.utils._pytree.tree_leaves((args, kwargs))
+            if torch.is_tensor(t)
+        }
+        result = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.alive[tensor] = tensor.untyped_storage().nbytes()
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return result
+
+
+def test_a_step_takes_little_memory_beyond_its_arguments():
+    w = g.random_subspace(1000, 8, 2048)
+    buffer, d = torch.zeros_like(w), 1e-2 * torch.randn_like(w)
+    with PeakMemory() as memory:
+        ops.geodesic_step(w, d, buffer, 0.01, 0.9)
+    assert w.nbytes / 100 < memory.peak < w.nbytes / 10
+
+
+def test_non_contiguous_weights_and_gradients_are_updated_in_place():
+    base = g.random_subspace(4, 3, 8, dtype=F64)
+    strided = base.mT.contiguous().mT
+    d = torch.randn(4, 8, 3, dtype=F64).mT
+    ops.geodesic_step(strided, d, torch.zeros_like(strided), 0.1, 0.9)
+    ops.geodesic_step(base, d.contiguous(), torch.zeros_like(base), 0.1, 0.9)
+    assert torch.allclose(strided, base, atol=1e-13)
+
+
+def test_micro_batches_accumulate_to_one_big_batch():
+    w = g.random_subspace(5, 2, 8, dtype=F64)
+    x, labels = torch.randn(12, 8, dtype=F64), torch.randint(0, 5, (12,))
+    results = []
+    for pieces in (1, 3):
+        p = nn.Parameter(w.clone())
+        optimizer = RiemannianSGD([p], lr=0.3)
+        for _ in range(4):
+            optimizer.zero_grad()
+            for xs, ys in zip(x.chunk(pieces), labels.chunk(pieces), strict=True):
+                (nn.functional.cross_entropy(ops.subspace_logits(xs, p, 9.0), ys) / pieces).backward()
+            optimizer.step()
+        results.append(p.detach())
+    assert torch.allclose(*results, atol=1e-12)
+
+
+def test_the_optimizer_never_writes_to_the_gradient():
+    p = nn.Parameter(g.random_subspace(5, 2, 8))
+    p.grad = torch.randn_like(p)
+    before = p.grad.clone()
+    RiemannianSGD([p], lr=0.1).step()
+    assert torch.equal(p.grad, before)
+
+
+def test_step_takes_a_closure_and_skips_parameters_without_a_gradient():
+    p, idle = nn.Parameter(g.random_subspace(2, 2, 8)), nn.Parameter(g.random_subspace(2, 2, 8))
+    before = idle.detach().clone()
+    optimizer = RiemannianSGD([p, idle], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = p.square().sum() + p[0, 0, 0]
+        loss.backward()
+        return loss
+
+    assert torch.is_tensor(optimizer.step(closure))
+    assert torch.equal(idle, before)
+
+
+BAD_OPTIONS = [
+    ({"lr": -0.1}, "lr must be"),
+    ({"lr": float("nan")}, "lr must be"),
+    ({"lr": 0.1, "momentum": 1.0}, "momentum must lie"),
+    ({"lr": 0.1, "retraction": "svd"}, "retraction must be one of"),
+    ({"lr": 0.1, "transport": "none"}, "transport must be one of"),
+    ({"lr": 0.1, "retraction": "qf", "transport": "parallel"}, "follows a geodesic"),
+    ({"lr": 0.1, "max_angle": 0.0}, "max_angle must be"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        RiemannianSGD([nn.Parameter(g.random_subspace(2, 2, 8))], **options)
+
+
+def test_bad_parameters_are_refused():
+    with pytest.raises(ValueError, match="empty parameter list"):
+        RiemannianSGD([], lr=0.1)
+    with pytest.raises(ValueError, match="off the manifold"):
+        RiemannianSGD([nn.Parameter(torch.randn(3, 2, 8))], lr=0.1)
+    with pytest.raises(ValueError, match=r"\(C, K, N\)"):
+        RiemannianSGD([nn.Parameter(torch.randn(3, 8))], lr=0.1)
+    with pytest.raises(TypeError, match="autocast"):
+        RiemannianSGD([nn.Parameter(g.random_subspace(2, 2, 8, dtype=torch.bfloat16))], lr=0.1)
+
+
+def test_an_unknown_implementation_is_refused():
+    w = g.random_subspace(2, 2, 8)
+    with pytest.raises(ValueError, match="impl must be"):
+        ops.geodesic_step(w, w, None, 0.1, impl="fortran")
+    with pytest.raises(ValueError, match="one shape"):
+        ops.geodesic_step(w, w[:1], None, 0.1)
