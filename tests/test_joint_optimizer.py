@@ -53,7 +53,7 @@ def test_training_lowers_the_loss_and_keeps_the_subspaces_on_the_manifold(base):
     model = a_model()
     optimizer = grassy.make_optimizer(model, base, **BASES[base])
     first = grassy.classification_loss(model, *data(0)).item()
-    train(model, optimizer, range(100))
+    train(model, optimizer, [0] * 100)
     assert grassy.classification_loss(model, *data(0)).item() < 0.5 * first
     assert g.orthonormality_error(model[3].weight.detach()) < 1e-6
 
@@ -374,7 +374,7 @@ def test_a_class_with_a_non_finite_gradient_does_not_poison_the_clipping_of_the_
 
 
 def test_lightning_trains_it_like_any_other_optimizer(tmp_path):
-    import lightning
+    lightning = pytest.importorskip("lightning")
 
     class Module(lightning.LightningModule):
         def __init__(self):
@@ -418,10 +418,8 @@ def test_lightning_trains_it_like_any_other_optimizer(tmp_path):
 
 
 def test_accelerate_prepares_it_like_any_other_optimizer():
-    from accelerate import Accelerator
-
     model = a_model()
-    accelerator = Accelerator(cpu=True)
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(model, grassy.make_optimizer(model, "adamw", lr=1e-3))
     start = model[3].weight.detach().clone()
     for step in range(3):

@@ -1,5 +1,6 @@
 """grassy: classifiers whose classes are subspaces."""
 
+from grassy.criteria import create_criterion
 from grassy.heads import GrassmannHead, Head, LinearHead, create_head
 from grassy.loss import classification_loss
 from grassy.optim import AveragedModel, RiemannianSGD, clip_grad_norm_, make_optimizer
@@ -15,6 +16,7 @@ __all__ = [
     "RiemannianSGD",
     "classification_loss",
     "clip_grad_norm_",
+    "create_criterion",
     "create_head",
     "make_optimizer",
     "replace_head",

@@ -1,5 +1,6 @@
 """The training loss of a whole model, with the target handed to the head inside the model's forward."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from grassy.criteria import is_binary_cross_entropy
 from grassy.heads import Criterion, Head, LossRequest
 
 
@@ -22,7 +24,13 @@ def classification_loss(model: nn.Module, inputs: Any, target: Tensor, criterion
     criterion = criterion or F.cross_entropy
     heads = [module for module in model.modules() if isinstance(module, Head)]
     for head in heads:
-        _check_target(target, head.num_classes, getattr(criterion, "ignore_index", -100))
+        head.check_target(target, getattr(criterion, "ignore_index", -100))
+        if head.logits_are_nonnegative and is_binary_cross_entropy(criterion):
+            warnings.warn(
+                f"the logits of {type(head).__name__} are never negative, so that a sigmoid of them is never below 0.5: "
+                "train it with softmax cross-entropy",
+                stacklevel=2,
+            )
     with _requested(heads, LossRequest(target, criterion)):
         outputs = model(**inputs) if hasattr(inputs, "keys") else model(inputs)
     results = _tensors(outputs)
@@ -43,16 +51,6 @@ def _requested(heads: list[Head], request: LossRequest) -> Iterator[None]:
     finally:
         for head in heads:
             head.loss_request = None
-
-
-def _check_target(target: Tensor, num_classes: int, ignore_index: int) -> None:
-    if target.is_floating_point():
-        if target.ndim < 2 or target.shape[-1] != num_classes:
-            raise ValueError(f"soft targets must have shape (B, {num_classes}), got {tuple(target.shape)}")
-    elif target.device.type == "cpu" and target.numel():  # a GPU would have to be waited for; it asserts by itself
-        wrong = target[((target < 0) | (target >= num_classes)) & (target != ignore_index)]
-        if wrong.numel():
-            raise ValueError(f"labels must lie between 0 and {num_classes - 1}, got {int(wrong[0])}")
 
 
 def _tensors(outputs: Any) -> list[Tensor]:

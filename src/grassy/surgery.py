@@ -7,7 +7,7 @@ layer would train without complaint.
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,11 +16,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from grassy.heads import Head, create_head
 
-#: Dotted name -> layer.
-Layers = dict[str, nn.Module]
+Layers = dict[str, nn.Module]  # by dotted name
 
 # Names that timm, torchvision and Hugging Face give to what holds the classifier: "fc", "heads", "cls_classifier"...
-_CONVENTIONAL = re.compile(r"(^|_)(fc|heads?|classif(ier)?s?|last_linear)(_dist(ill(ation)?)?)?$")
+_CONVENTIONAL = re.compile(r"(^|_)(fc|heads?|classif(ier)?s?|predictor|last_linear)(_dist(ill(ation)?)?)?$")
 _DISTILLED = re.compile(r"(^|_)dist(ill(ation)?)?(_|$)")
 _AUXILIARY = re.compile(r"(^|_)aux", re.IGNORECASE)  # torchvision's Inception and GoogLeNet
 _SHARDING = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
@@ -37,13 +36,18 @@ def replace_head(
     options: of the head, such as k=8.
 
     The new head has the device, dtype and train/eval mode of the old layer; `num_classes`, `num_labels` and
-    `config.num_labels` of the modules around it follow. A model with several classifiers by design (a distilled DeiT, a
-    CrossViT) gets as many heads, returned as a tuple. Auxiliary classifiers (Inception's AuxLogits) stay as they are.
-    If an error is raised, the model has not been changed.
+    `config.num_labels` of the modules around it follow. A 1x1 convolution gives way to a `HeadOnMap` around the head. A
+    model with several classifiers by design (a distilled DeiT, a CrossViT) gets as many heads, returned as a tuple.
+    Auxiliary classifiers (Inception's AuxLogits) stay. If an error is raised, the model has not been changed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    layers = _search(model) if classifier is None else _named(model, classifier)
+    layers = _find(model, "", convolutions=True) if classifier is None else _named(model, classifier)
+    if not layers:
+        raise ValueError(
+            f"found no classifier in {type(model).__name__}: build it with its classes (not num_classes=0), or name "
+            f"{_ALLOWED} in it by classifier='dotted.name'"
+        )
     for path, layer in layers.items():
         _check_replaceable(model, path, layer)
     heads = [_head_like(layer, name, num_classes, options) for layer in layers.values()]
@@ -67,27 +71,15 @@ class HeadOnMap(nn.Module):
         if request is None:
             return self.head(channels_last).movedim(-1, 1)
         rows = channels_last.flatten(0, -2)
-        locations = features.shape[2:].numel()
+        size = features.shape[2:]
         if self.head.has_own_loss():
-            if locations > 1:
-                raise ValueError(
-                    f"{type(self.head).__name__} computes its own loss, which needs one feature an image, got a map of "
-                    f"{tuple(features.shape[2:])}: pool before the classifier"
-                )
+            if size.numel() > 1:
+                name = type(self.head).__name__
+                raise ValueError(f"{name} has a loss of its own, on one feature an image, but got a map {tuple(size)}")
             return self.head(rows).reshape([1] * features.ndim)  # what flattens logits after this takes it
         # Margin heads: the target of an image is the target of each of its locations.
-        target = request.target.repeat_interleave(locations, dim=0)
+        target = request.target.repeat_interleave(size.numel(), dim=0)
         return self.head(rows, target).unflatten(0, channels_last.shape[:-1]).movedim(-1, 1)
-
-
-def _search(model: nn.Module) -> Layers:
-    layers = _find(model, "", convolutions=True)
-    if not layers:
-        raise ValueError(
-            f"found no classifier in {type(model).__name__}: build it with its classes (not num_classes=0), or name "
-            f"{_ALLOWED} in it by classifier='dotted.name'"
-        )
-    return layers
 
 
 def _named(model: nn.Module, classifier: str) -> Layers:
@@ -117,30 +109,28 @@ def _find(module: nn.Module, path: str, convolutions: bool) -> Layers:
         return {}
     named = _named_by_timm(module)
     if named:
-        found = [_find(module.get_submodule(name), _join(path, name), convolutions=True) for name in named]
-        return dict(item for layers in found for item in layers.items())
+        return _merge(_find(module.get_submodule(name), _join(path, name), convolutions=True) for name in named)
     if isinstance(module, nn.Sequential):
         return _last_of_sequence(module, path, convolutions)
-    children = [(name, child) for name, child in module.named_children() if not _AUXILIARY.search(name)]
-    expected = [(name, child) for name, child in children if _CONVENTIONAL.search(name)]
-    plain: Layers = {}
-    distilled: Layers = {}
-    for name, child in children:
-        if _is_linear(child) or (name, child) in expected:
-            kind = distilled if _DISTILLED.search(name) else plain
-            kind.update(_find(child, _join(path, name), convolutions=True))
-    if plain or distilled:
-        plain = _choose(plain or distilled, _declared_classes(module))
-        return plain | (distilled if len(plain) == len(distilled) == 1 else {})
-    if any(isinstance(child, nn.Identity) for _, child in expected):  # someone took the classifier out
-        return {}
-    last = _last_of_sequence(module, path, convolutions=False)
-    # This is weak evidence: a backbone has a last Linear as well. The declared number tells them apart.
+    children = {name: child for name, child in module.named_children() if not _AUXILIARY.search(name)}
+    expected = {name for name in children if _CONVENTIONAL.search(name)}
+    taken_out = any(isinstance(children[name], nn.Identity) for name in expected)
+    found = {
+        name: layers
+        for name, child in children.items()
+        if _is_linear(child) or name in expected
+        if (layers := _find(child, _join(path, name), convolutions=not taken_out))
+    }
     declared = _declared_classes(module)
-    return last if declared is None or all(_widths(layer)[1] == declared for layer in last.values()) else {}
+    if expected & found.keys():
+        return _choose(found, declared)
+    # From here on the evidence is weak, for a backbone has Linears too. The declared number tells them apart.
+    guess = _choose(found, declared) if found else {} if taken_out else _last_of_sequence(module, path, False)
+    return guess if declared is None or all(_widths(layer)[1] == declared for layer in guess.values()) else {}
 
 
 def _last_of_sequence(module: nn.Module, path: str, convolutions: bool) -> Layers:
+    """The classifier inside the last child that has one."""
     for name, child in reversed(list(module.named_children())):
         if _AUXILIARY.search(name):
             continue
@@ -152,22 +142,23 @@ def _last_of_sequence(module: nn.Module, path: str, convolutions: bool) -> Layer
     return {}
 
 
-def _choose(candidates: Layers, declared: int | None) -> Layers:
-    """The one that gives the logits, out of sibling layers; ValueError if that is not clear."""
-    linear = {path: layer for path, layer in candidates.items() if not _is_pointwise(layer)}
-    items = list((linear or candidates).items())  # with a Linear about, a convolution makes features (EfficientNet)
+def _choose(found: dict[str, Layers], declared: int | None) -> Layers:
+    """Out of what sibling modules hold, by their names, that which gives the logits; ValueError if it is not clear."""
+    if len(found) == 1:
+        return next(iter(found.values()))
+    distilled = _merge(layers for name, layers in found.items() if _DISTILLED.search(name))
+    plain = _merge(layers for name, layers in found.items() if not _DISTILLED.search(name)) or distilled
+    layers = list(plain.values())
     # fc1, fc2, fc3: what has the width of a later one's input feeds it. Ends of chains remain.
-    ends = {
-        path: layer
-        for i, (path, layer) in enumerate(items)
-        if not any(_widths(later)[0] == _widths(layer)[1] for _, later in items[i + 1 :])
-    }
+    feeds = [any(_widths(later)[0] == _widths(layer)[1] for later in layers[i:]) for i, layer in enumerate(layers, 1)]
+    ends = {path: layer for (path, layer), feeding in zip(plain.items(), feeds, strict=True) if not feeding}
     if len(ends) > 1 and declared is not None:
         matching = {path: layer for path, layer in ends.items() if _widths(layer)[1] == declared}
         ends = matching if len(matching) == 1 else ends
-    if len(ends) > 1:
-        raise ValueError(f"several layers could be the classifier, pass one of them as classifier=: {', '.join(ends)}")
-    return ends
+    pair = ends | distilled
+    if len(ends) > 1 or len({_widths(layer)[1] for layer in pair.values()}) > 1:
+        raise ValueError(f"several layers could be the classifier, pass one of them as classifier=: {', '.join(pair)}")
+    return pair
 
 
 def _check_replaceable(model: nn.Module, path: str, layer: nn.Module) -> None:
@@ -197,7 +188,7 @@ def _put_in_place(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _named_by_timm(module: nn.Module) -> list[str]:
-    """What timm says is the classifier, one name or several; those of a distilled variant may not be there."""
+    """What timm says is the classifier, one name or several, as far as it is there: some are only if distilled."""
     config = vars(module).get("pretrained_cfg") or vars(module).get("default_cfg")
     named = config.get("classifier") if isinstance(config, dict) else getattr(config, "classifier", None)
     if not named:
@@ -209,15 +200,13 @@ def _named_by_timm(module: nn.Module) -> list[str]:
 
 
 def _declared_classes(module: nn.Module) -> int | None:
-    own = vars(module)
-    for number in (own.get("num_classes"), own.get("num_labels"), getattr(own.get("config"), "num_labels", None)):
-        if isinstance(number, int):
-            return number
-    return None
+    own = vars(module)  # what the module itself stores: a property would compute it
+    numbers = (own.get("num_classes"), own.get("num_labels"), getattr(own.get("config"), "num_labels", None))
+    return next((number for number in numbers if isinstance(number, int)), None)
 
 
 def _declare_classes(module: nn.Module, number: int) -> None:
-    own = vars(module)  # what the module itself stores: a property would compute it
+    own = vars(module)
     for attribute in ("num_classes", "num_labels"):
         if isinstance(own.get(attribute), int):
             setattr(module, attribute, number)
@@ -231,9 +220,9 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_pointwise(module: nn.Module) -> bool:
-    if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+    if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) or module.groups > 1:
         return False
-    return module.groups == 1 and set(module.kernel_size) == set(module.stride) == {1} and set(module.padding) == {0}
+    return set(module.kernel_size) == set(module.stride) == {1} and set(module.padding) == {0}
 
 
 def _widths(layer: nn.Module) -> tuple[int, int]:
@@ -250,6 +239,10 @@ def _ancestors(model: nn.Module, path: str) -> Iterator[nn.Module]:
     parts = path.split(".")
     for depth in range(len(parts)):
         yield model.get_submodule(".".join(parts[:depth]))
+
+
+def _merge(groups: Iterable[Layers]) -> Layers:
+    return {path: layer for layers in groups for path, layer in layers.items()}
 
 
 def _join(path: str, name: str) -> str:

@@ -4,12 +4,22 @@ import difflib
 import inspect
 from typing import Any
 
+from grassy.heads.arcface import ArcFaceHead
 from grassy.heads.base import Criterion, Head, LossRequest
+from grassy.heads.cosine import CosineHead
 from grassy.heads.grassmann import GrassmannHead
 from grassy.heads.linear import LinearHead
+from grassy.heads.multi import MultiHead
+from grassy.heads.softtriple import SoftTripleHead
+from grassy.heads.subcenter_arcface import SubcenterArcFaceHead
 
 HEADS: dict[str, type[Head]] = {
     "linear": LinearHead,
+    "cosine": CosineHead,
+    "arcface": ArcFaceHead,
+    "multi": MultiHead,
+    "softtriple": SoftTripleHead,
+    "subcenter-arcface": SubcenterArcFaceHead,
     "grassmann": GrassmannHead,
 }
 
@@ -32,4 +42,17 @@ def _nearest(name: str, known: Any) -> str:
     return f", did you mean {close[0]!r}?" if close else ""
 
 
-__all__ = ["HEADS", "Criterion", "GrassmannHead", "Head", "LinearHead", "LossRequest", "create_head"]
+__all__ = [
+    "HEADS",
+    "ArcFaceHead",
+    "CosineHead",
+    "Criterion",
+    "GrassmannHead",
+    "Head",
+    "LinearHead",
+    "LossRequest",
+    "MultiHead",
+    "SoftTripleHead",
+    "SubcenterArcFaceHead",
+    "create_head",
+]

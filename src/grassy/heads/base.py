@@ -21,51 +21,103 @@ class Head(nn.Module):
 
     A new head defines `logits`. It may use the target, as margin heads do in training. If its training loss is more
     than a criterion on its logits, it defines `loss` as well.
+
+    dropout: probability of dropping a feature in training, before anything else.
     """
 
     #: Names of the parameters that are subspaces, to be trained by Riemannian SGD.
     subspace_names: tuple[str, ...] = ()
+    #: Whether the target may be probabilities (B, C), as mixup and cutmix give.
+    takes_soft_targets = True
+    #: Whether no logit can be negative, which binary cross-entropy cannot work with.
+    logits_are_nonnegative = False
 
-    def __init__(self, in_features: int, num_classes: int) -> None:
+    def __init__(self, in_features: int, num_classes: int, dropout: float = 0.0) -> None:
         super().__init__()
         for name, value in (("in_features", in_features), ("num_classes", num_classes)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}")
         self.in_features = in_features
         self.num_classes = num_classes
+        self.dropout = dropout
         self.loss_request: LossRequest | None = None
 
     def forward(self, features: Tensor, target: Tensor | None = None) -> Tensor:
         """Logits; or the loss, if `classification_loss` asked a head that has one of its own for it."""
+        if self.loss_request is not None and target is None:
+            target = self.loss_request.target
+            if self.has_own_loss():
+                return self.loss(features, target, self.loss_request.criterion)
+        return self.logits(self.prepare(features, target), target)
+
+    def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
+        """Logits (..., C) of prepared features (..., N). `target` is None, or holds class indices (...)."""
+        raise NotImplementedError(f"{type(self).__name__} must define logits(features, target)")
+
+    def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
+        """The training loss: the criterion on the logits, unless the representation needs more."""
+        return criterion(self(features, target), target)
+
+    def has_own_loss(self) -> bool:
+        return type(self).loss is not Head.loss
+
+    @torch.no_grad()
+    def scores(self, features: Tensor) -> Tensor:
+        """What evaluation ranks classes by, (..., C): logits without dropout or margin, whatever the mode."""
+        was_training = self.training
+        self.eval()
+        try:
+            return self.logits(self.prepare(features))
+        finally:
+            self.train(was_training)
+
+    def outlier_score(self, features: Tensor) -> Tensor:
+        """How little a feature looks like any class, (...) in [0, 1]: here one minus the largest softmax."""
+        return 1 - self.scores(features).softmax(-1).amax(-1)
+
+    def prepare(self, features: Tensor, target: Tensor | None = None) -> Tensor:
+        """Check features and target, and apply dropout."""
         if not features.is_floating_point():
             raise TypeError(f"features must be floating point, got {features.dtype}")
         if features.shape[-1:] != (self.in_features,):
             raise ValueError(
                 f"{type(self).__name__} takes features of width {self.in_features}, got {tuple(features.shape)}"
             )
-        if self.loss_request is not None and target is None:
-            target = self.loss_request.target
-            if self.has_own_loss():
-                return self.loss(features, target, self.loss_request.criterion)
-        return self.logits(features, target)
+        if target is not None:
+            self.check_target(target)
+        return nn.functional.dropout(features, self.dropout, self.training)
 
-    def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
-        """Logits (..., C) of features (..., N). `target` holds class indices, or is None."""
-        raise NotImplementedError(f"{type(self).__name__} must define logits(features, target)")
-
-    def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
-        """The training loss: the criterion on the logits, unless the representation needs more."""
-        return criterion(self.logits(features, target), target)
-
-    def has_own_loss(self) -> bool:
-        return type(self).loss is not Head.loss
+    def check_target(self, target: Tensor, ignore_index: int = -100) -> None:
+        """Raise a ValueError for labels out of range or soft targets of the wrong width, or of no use to this head."""
+        if target.is_floating_point():
+            if not self.takes_soft_targets:
+                raise ValueError(
+                    f"{type(self).__name__} needs class indices for its margin, not soft targets: train it without "
+                    "mixup, cutmix and the like"
+                )
+            if target.ndim < 2 or target.shape[-1] != self.num_classes:
+                raise ValueError(f"soft targets must have shape (B, {self.num_classes}), got {tuple(target.shape)}")
+        elif target.device.type == "cpu" and not torch.compiler.is_compiling():  # a GPU would have to be waited for
+            wrong = target[((target < 0) | (target >= self.num_classes)) & (target != ignore_index)]
+            if wrong.numel():
+                raise ValueError(f"labels must lie between 0 and {self.num_classes - 1}, got {int(wrong[0])}")
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, num_classes={self.num_classes}"
+        dropout = f", dropout={self.dropout}" if self.dropout else ""
+        return f"in_features={self.in_features}, num_classes={self.num_classes}{dropout}"
 
 
-def normal_like_linear(weight: Tensor) -> None:
-    """Initialise a (..., out, in) weight as `nn.Linear` does: uniform within 1/√in."""
+def init_like_linear(weight: Tensor) -> None:
+    """Fill a (..., out, in) weight as `nn.Linear` does: uniform within 1/√in."""
     bound = weight.shape[-1] ** -0.5
     with torch.no_grad():
         weight.uniform_(-bound, bound)
+
+
+def linear(features: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`nn.functional.linear` that takes features of another precision than the weight, as under autocast."""
+    if not torch.is_autocast_enabled(features.device.type):
+        features = features.to(weight.dtype)
+    return nn.functional.linear(features, weight, bias)

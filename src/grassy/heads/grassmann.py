@@ -24,10 +24,12 @@ class GrassmannHead(Head):
         have zero rows, which stay zero.
     gamma: the length that features are scaled to, 25 in the paper for 1,000 classes.
     learnable_gamma: make gamma a parameter, starting from the given value.
-    normalize: False keeps the length of the features and multiplies by gamma (the paper's ablation).
+    normalize: False keeps the length of the features and multiplies by gamma (an ablation of the paper's).
+    riemannian: False makes the weight an ordinary parameter, which loses its orthonormality (another ablation).
     """
 
-    subspace_names = ("weight",)
+    subspace_names: tuple[str, ...] = ("weight",)
+    logits_are_nonnegative = True
     gamma: float | nn.Parameter
 
     def __init__(
@@ -38,10 +40,12 @@ class GrassmannHead(Head):
         gamma: float = 25.0,
         normalize: bool = True,
         learnable_gamma: bool = False,
+        riemannian: bool = True,
+        dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, num_classes)
+        super().__init__(in_features, num_classes, dropout)
         dims = [k] * num_classes if isinstance(k, int) else list(k)
         if len(dims) != num_classes:
             raise ValueError(f"k must be one int or one for each of the {num_classes} classes, got {len(dims)} of them")
@@ -50,7 +54,11 @@ class GrassmannHead(Head):
         if not gamma > 0:
             raise ValueError(f"gamma must be positive, got {gamma!r}")
         self.normalize = normalize
-        self.gamma = nn.Parameter(torch.tensor(float(gamma), device=device, dtype=dtype)) if learnable_gamma else gamma
+        if not riemannian:
+            self.subspace_names = ()
+        start = torch.full((), float(gamma), device=device, dtype=dtype)
+        self.gamma = nn.Parameter(start) if learnable_gamma else gamma
+        self._initial_gamma = gamma
         self._initial_dims = dims
         self.weight = nn.Parameter(torch.empty(num_classes, max(dims), in_features, device=device, dtype=dtype))
         self.reset_parameters()
@@ -61,6 +69,8 @@ class GrassmannHead(Head):
         w = self.weight
         rows = torch.arange(w.shape[1], device=w.device)
         present = rows < torch.tensor(self._initial_dims, device=w.device).unsqueeze(-1)
+        if isinstance(self.gamma, nn.Parameter):
+            nn.init.constant_(self.gamma, self._initial_gamma)
         with torch.no_grad():
             w.copy_(geometry.random_subspace(*w.shape, dtype=w.dtype, device=w.device) * present.unsqueeze(-1))
 
@@ -71,6 +81,15 @@ class GrassmannHead(Head):
 
     def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
         return ops.subspace_logits(features, self.weight, self.gamma, normalize=self.normalize)
+
+    def outlier_score(self, features: Tensor) -> Tensor:
+        """The part of a feature's energy that no class subspace holds, (...) in [0, 1]: 1 − max_c ‖W_c x‖²/‖x‖².
+
+        0 means that the feature lies in the subspace of a class; a zero feature has 1.
+        """
+        with torch.no_grad():
+            inside = ops.subspace_logits(self.prepare(features), self.weight, 1.0)
+        return (1 - inside.amax(-1).square()).clamp(0, 1)
 
     def extra_repr(self) -> str:
         dims = self._initial_dims
@@ -85,6 +104,8 @@ def _return_to_manifold(head: nn.Module, state_dict: dict[str, Any], prefix: str
     weight = state_dict.get(key)
     if not isinstance(weight, Tensor) or weight.ndim != 3 or weight.is_meta:
         return  # a missing key or a wrong shape: load_state_dict has its own message
+    if not head.subspace_names:
+        return  # not meant to be on the manifold
     error = float(geometry.orthonormality_error(weight))
     # Rounding to half precision alone takes a weight this far.
     tolerance = max(REPAIR_ABOVE, 4 * torch.finfo(weight.dtype).eps)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grassy.ops import reference
+from grassy.ops.reference import unit
 
 RETRACTIONS = ("geodesic", "qf")
 TRANSPORTS = ("projection", "parallel")
@@ -94,3 +95,15 @@ def geodesic_step(
         maximize=maximize,
     )
     return StepCounts(*counts)
+
+
+__all__ = [
+    "RETRACTIONS",
+    "TRANSPORTS",
+    "StepCounts",
+    "check_step_options",
+    "choose",
+    "geodesic_step",
+    "subspace_logits",
+    "unit",
+]

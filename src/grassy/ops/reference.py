@@ -20,15 +20,20 @@ def subspace_logits(x: Tensor, weight: Tensor, gamma: float | Tensor, normalize:
     Only the product runs in half precision under autocast; squares, sums and norms do not, and the logits are at least
     float32. A zero feature has zero logits and, the limit being undefined, a zero gradient.
     """
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if normalize:
-        x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    x = unit(x) if normalize else x.to(torch.promote_types(x.dtype, torch.float32))
     rows = weight.flatten(0, 1)
     if not torch.is_autocast_enabled(x.device.type):
         x = x.to(rows.dtype)
     coordinates = torch.nn.functional.linear(x, rows).unflatten(-1, weight.shape[:2])
     exact = torch.promote_types(coordinates.dtype, torch.float32)
     return gamma * torch.linalg.vector_norm(coordinates, dim=-1, dtype=exact)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Vectors (..., N) scaled to length 1, in at least float32; a zero vector stays zero and gets no gradient."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.where(length > 0, x / length.clamp_min(torch.finfo(x.dtype).tiny), 0)
 
 
 def geodesic_step(

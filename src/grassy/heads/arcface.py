@@ -1,0 +1,77 @@
+"""One direction a class, with an angular margin in training (Deng et al. 2019)."""
+
+import math
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from grassy.heads.base import Head, init_like_linear
+from grassy.heads.cosine import cosines
+
+
+class ArcFaceHead(Head):
+    """l_c = s cos θ_c, and in training l_y = s cos(θ_y + m) for the target class y.
+
+    In training it needs the target: use `grassy.classification_loss`, or call it as `head(features, target)`.
+    scale: s. margin: m, in radians.
+    """
+
+    takes_soft_targets = False
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        scale: float = 64.0,
+        margin: float = 0.5,
+        dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, num_classes, dropout)
+        if not scale > 0:
+            raise ValueError(f"scale must be positive, got {scale!r}")
+        if not 0 <= margin < math.pi / 2:
+            raise ValueError(f"margin must lie in [0, π/2), in radians, got {margin!r}")
+        self.scale, self.margin = scale, margin
+        self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        init_like_linear(self.weight)
+
+    def cosines(self, features: Tensor) -> Tensor:
+        """The cosine of each feature and each class, (..., C)."""
+        return cosines(features, self.weight)
+
+    def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
+        cosine = self.cosines(features)
+        if self.training:
+            if target is not None:
+                cosine = with_margin(cosine, target, self.margin)
+            elif not torch.compiler.is_compiling():
+                warnings.warn(
+                    f"{type(self).__name__} got no target in training, so it applies no margin: use "
+                    "grassy.classification_loss(model, inputs, target)",
+                    stacklevel=2,
+                )
+        return self.scale * cosine
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, scale={self.scale}, margin={self.margin}"
+
+
+def with_margin(cosine: Tensor, target: Tensor, margin: float) -> Tensor:
+    """Cosines (..., C) with cos(θ + m) in place of cos θ for the target class (...); labels < 0 get no margin.
+
+    Past θ = π − m, where cos(θ + m) would rise again, it goes on as cos θ − m sin m, which keeps falling.
+    """
+    index = target.clamp(min=0).unsqueeze(-1)
+    own = cosine.gather(-1, index)
+    # The derivative of the sine is infinite where feature and class vector coincide: hence the floor.
+    sine = (1 - own.square()).clamp_min(torch.finfo(own.dtype).eps).sqrt()
+    turned = own * math.cos(margin) - sine * math.sin(margin)
+    own_with_margin = torch.where(own >= math.cos(math.pi - margin), turned, own - margin * math.sin(margin))
+    own_with_margin = torch.where(target.unsqueeze(-1) < 0, own, own_with_margin)
+    return cosine.scatter(-1, index, own_with_margin)

@@ -1,0 +1,53 @@
+"""Several linear layers side by side: the paper's MultiFC, an ensemble that shares its features."""
+
+import torch
+from torch import Tensor, nn
+
+from grassy.heads.base import Criterion, Head, init_like_linear, linear
+
+
+class MultiHead(Head):
+    """Linear layers whose losses are averaged in training and whose logits are averaged in evaluation.
+
+    layers: how many.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        layers: int = 8,
+        bias: bool = True,
+        dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, num_classes, dropout)
+        if not isinstance(layers, int) or layers < 1:
+            raise ValueError(f"layers must be a positive integer, got {layers!r}")
+        self.weight = nn.Parameter(torch.empty(layers, num_classes, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(layers, num_classes, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        init_like_linear(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def logits_of_each_layer(self, features: Tensor) -> Tensor:
+        """(..., layers, C), in one product."""
+        bias = None if self.bias is None else self.bias.flatten()
+        return linear(features, self.weight.flatten(0, 1), bias).unflatten(-1, self.weight.shape[:2])
+
+    def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
+        # The mean of linear layers is the linear layer of the mean.
+        return linear(features, self.weight.mean(0), None if self.bias is None else self.bias.mean(0))
+
+    def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
+        if not self.training:
+            return criterion(self.logits(self.prepare(features, target)), target)
+        each = self.logits_of_each_layer(self.prepare(features, target)).unbind(-2)
+        return torch.stack([criterion(logits, target) for logits in each]).mean(0)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, layers={self.weight.shape[0]}"

@@ -1,0 +1,72 @@
+"""Several directions a class, softly assigned (Qian et al. 2019)."""
+
+import torch
+from torch import Tensor, nn
+
+from grassy.heads.base import Criterion, Head, init_like_linear
+from grassy.heads.cosine import cosines
+from grassy.ops import unit
+
+
+class SoftTripleHead(Head):
+    """l_c = λ S_c with S_c = Σ_k softmax_k(cos θ_ck / γ) cos θ_ck over the K centres of class c.
+
+    In training the target's S is lowered by the margin δ, and τ times a regulariser is added to the loss, which draws
+    the centres of a class together so that spare ones merge.
+    scale: λ. gamma: γ. tau: τ. margin: δ. centers: K.
+    """
+
+    takes_soft_targets = False
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        centers: int = 8,
+        scale: float = 20.0,
+        gamma: float = 0.1,
+        tau: float = 0.2,
+        margin: float = 0.01,
+        dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, num_classes, dropout)
+        if not isinstance(centers, int) or centers < 1:
+            raise ValueError(f"centers must be a positive integer, got {centers!r}")
+        for name, value in (("scale", scale), ("gamma", gamma)):
+            if not value > 0:
+                raise ValueError(f"{name} must be positive, got {value!r}")
+        self.scale, self.gamma, self.tau, self.margin = scale, gamma, tau, margin
+        self.weight = nn.Parameter(torch.empty(num_classes, centers, in_features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        init_like_linear(self.weight)
+
+    def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
+        cosine = cosines(features, self.weight.flatten(0, 1)).unflatten(-1, self.weight.shape[:2])
+        similarity = ((cosine / self.gamma).softmax(-1) * cosine).sum(-1)
+        if self.training and target is not None:
+            index = target.clamp(min=0).unsqueeze(-1)
+            similarity = similarity.scatter_add(-1, index, torch.full_like(similarity[..., :1], -self.margin))
+        return self.scale * similarity
+
+    def regularizer(self) -> Tensor:
+        """Σ over classes and pairs of centres of √(2 − 2 w_sᵀw_t), divided by C K (K − 1)."""
+        classes, centers, _ = self.weight.shape
+        centers_of_class = unit(self.weight)
+        s, t = torch.triu_indices(centers, centers, offset=1, device=self.weight.device)
+        overlap = (centers_of_class @ centers_of_class.mT)[:, s, t]
+        # 1e-5, as the authors have it, keeps the derivative finite where two centres coincide.
+        return (2 + 1e-5 - 2 * overlap).clamp_min(0).sqrt().sum() / (classes * centers * max(1, centers - 1))
+
+    def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
+        loss = criterion(self.logits(self.prepare(features, target), target), target)
+        return loss + self.tau * self.regularizer() if self.training else loss
+
+    def extra_repr(self) -> str:
+        return (
+            f"{super().extra_repr()}, centers={self.weight.shape[1]}, scale={self.scale}, gamma={self.gamma}, "
+            f"tau={self.tau}, margin={self.margin}"
+        )

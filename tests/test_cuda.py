@@ -1,0 +1,93 @@
+"""CPU and GPU agree. Skipped without a GPU."""
+
+import pytest
+import torch
+from torch import nn
+
+import grassy
+from grassy import geometry as g
+from grassy import ops
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+F64 = torch.float64
+
+
+@pytest.mark.parametrize("retraction", ["geodesic", "qf"])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_steps_agree_large_turns_caps_absent_rows_and_nans_included(retraction, dtype):
+    w = g.random_subspace(30, 4, 33, dtype=dtype)
+    w[3, 1] = 0
+    d = torch.randn_like(w) * torch.logspace(-3, 3, 30, dtype=dtype)[:, None, None]
+    d[7, 2, 5] = float("nan")
+    results = []
+    for device in ("cpu", "cuda"):
+        moved, buffer = w.clone().to(device), torch.zeros_like(w, device=device)
+        for _ in range(3):
+            counts = ops.geodesic_step(moved, d.to(device), buffer, 0.1, 0.9, retraction=retraction)
+        results.append((moved.cpu(), buffer.cpu(), int(counts.skipped), int(counts.capped)))
+    (a, m, *a_counts), (b, n, *b_counts) = results
+    assert a_counts == b_counts
+    sane = slice(0, 20)  # beyond, the angle itself is known only to its rounding
+    assert g.distance(a[sane], b[sane]).max() < (1e-9 if dtype == F64 else 1e-4)
+    assert torch.allclose(m[sane], n[sane], atol=1e-9 if dtype == F64 else 1e-3)
+    assert g.orthonormality_error(b) < (1e-12 if dtype == F64 else 1e-6)
+    assert (b[3, 1] == 0).all()
+    assert torch.equal(b[7], w[7])
+
+
+def test_logits_and_gradients_agree_and_autocast_stays_close():
+    head = grassy.GrassmannHead(65, 7, k=3)
+    x = torch.randn(9, 65)
+    other = grassy.GrassmannHead(65, 7, k=3).cuda()
+    other.load_state_dict(head.state_dict())
+    head(x).square().sum().backward()
+    other(x.cuda()).square().sum().backward()
+    assert torch.allclose(head(x), other(x.cuda()).cpu(), atol=1e-3)
+    assert torch.allclose(head.weight.grad, other.weight.grad.cpu(), atol=1e-2 * head.weight.grad.abs().max())
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cuda", dtype=dtype):
+            logits = other(x.cuda())
+        assert logits.dtype == torch.float32
+        assert torch.allclose(logits.cpu(), head(x), atol=0.3)
+
+
+def test_the_geometry_agrees():
+    a, b = g.random_subspace(2, 20, 3, 16, dtype=F64)
+    for function in (g.principal_angles, g.distance, g.log):
+        assert torch.allclose(function(a, b), function(a.cuda(), b.cuda()).cpu(), atol=1e-8)
+    h = g.log(a, b)
+    assert torch.allclose(g.geodesic(a, h), g.geodesic(a.cuda(), h.cuda()).cpu(), atol=1e-10)
+    assert g.distance(g.mean(a), g.mean(a.cuda()).cpu()) < 1e-6
+
+
+def test_a_step_the_scaler_skips_changes_nothing_and_training_works_in_half_precision():
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), grassy.GrassmannHead(16, 4, k=3)).cuda()
+    optimizer = grassy.make_optimizer(model, "adamw", lr=1e-2)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**14)
+    x = torch.randn(64, 6, device="cuda")
+    y = x[:, :4].argmax(-1)
+    losses = []
+    for step in range(60):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = grassy.classification_loss(model, x, y)
+        scaler.scale(loss).backward()
+        before = model[2].weight.detach().clone()
+        if step == 3:
+            model[0].weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(model[2].weight, before) == (step == 3)
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert g.orthonormality_error(model[2].weight.detach()) < 1e-6
+
+
+def test_a_compiled_model_trains():
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), grassy.GrassmannHead(16, 4, k=3)).cuda()
+    compiled = torch.compile(model, fullgraph=True)
+    x, y = torch.randn(8, 6, device="cuda"), torch.randint(0, 4, (8,), device="cuda")
+    assert torch.allclose(
+        grassy.classification_loss(compiled, x, y), grassy.classification_loss(model, x, y), atol=1e-2
+    )
