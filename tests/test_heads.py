@@ -199,6 +199,23 @@ def test_an_ignored_label_does_not_count(name):
 
 
 @every_head
+def test_another_label_may_be_the_one_to_ignore(name):
+    head, (x, y) = create_head(name, N, C), batch()
+    ignored = y.clone()
+    ignored[0] = 255
+    criterion = nn.CrossEntropyLoss(ignore_index=255)
+    loss = grassy.classification_loss(head, x, ignored, criterion)
+    assert torch.allclose(loss, grassy.classification_loss(head, x[1:], y[1:]), atol=1e-5)
+
+
+@every_head
+def test_shapes_can_be_computed_on_the_meta_device(name):
+    head = create_head(name, N, C, device="meta").eval()
+    assert head(torch.empty(2, N, device="meta")).shape == (2, C)
+    assert head.out_features == C
+
+
+@every_head
 def test_dropout_acts_in_training_only(name):
     head, (x, y) = create_head(name, N, C, dropout=0.5), batch()
     losses = {head.loss(x, y, nn.functional.cross_entropy).item() for _ in range(5)}

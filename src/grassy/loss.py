@@ -24,18 +24,19 @@ def classification_loss(model: nn.Module, inputs: Any, target: Tensor, criterion
     criterion = criterion or F.cross_entropy
     heads = [module for module in model.modules() if isinstance(module, Head)]
     for head in heads:
-        head.check_target(target, getattr(criterion, "ignore_index", -100))
+        head.check_target(target, criterion)
         if head.logits_are_nonnegative and is_binary_cross_entropy(criterion):
             warnings.warn(
-                f"the logits of {type(head).__name__} are never negative, so that a sigmoid of them is never below 0.5: "
-                "train it with softmax cross-entropy",
+                f"the logits of {type(head).__name__} are never negative, and their sigmoid never below 0.5: train it "
+                "with softmax cross-entropy",
                 stacklevel=2,
             )
     with _requested(heads, LossRequest(target, criterion)):
         outputs = model(**inputs) if hasattr(inputs, "keys") else model(inputs)
     results = _tensors(outputs)
     if any(head.has_own_loss() for head in heads):
-        losses = results
+        # A model may flatten what it takes for logits.
+        losses = [loss.reshape(()) if loss.numel() == 1 else loss for loss in results]
     else:
         losses = [criterion(logits, target) for logits in results]
     return sum(losses[1:], start=losses[0]) / len(losses)

@@ -63,15 +63,16 @@ class ArcFaceHead(Head):
 
 
 def with_margin(cosine: Tensor, target: Tensor, margin: float) -> Tensor:
-    """Cosines (..., C) with cos(θ + m) in place of cos θ for the target class (...); labels < 0 get no margin.
+    """Cosines (..., C) with cos(θ + m) in place of cos θ for the target class (...); ignored labels get no margin.
 
     Past θ = π − m, where cos(θ + m) would rise again, it goes on as cos θ − m sin m, which keeps falling.
     """
-    index = target.clamp(min=0).unsqueeze(-1)
+    target = target.unsqueeze(-1)
+    valid = (target >= 0) & (target < cosine.shape[-1])
+    index = target.where(valid, 0)
     own = cosine.gather(-1, index)
     # The derivative of the sine is infinite where feature and class vector coincide: hence the floor.
     sine = (1 - own.square()).clamp_min(torch.finfo(own.dtype).eps).sqrt()
     turned = own * math.cos(margin) - sine * math.sin(margin)
     own_with_margin = torch.where(own >= math.cos(math.pi - margin), turned, own - margin * math.sin(margin))
-    own_with_margin = torch.where(target.unsqueeze(-1) < 0, own, own_with_margin)
-    return cosine.scatter(-1, index, own_with_margin)
+    return cosine.scatter(-1, index, torch.where(valid, own_with_margin, own))

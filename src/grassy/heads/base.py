@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from grassy.ops import autocasts
+
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -47,10 +49,15 @@ class Head(nn.Module):
     def forward(self, features: Tensor, target: Tensor | None = None) -> Tensor:
         """Logits; or the loss, if `classification_loss` asked a head that has one of its own for it."""
         if self.loss_request is not None and target is None:
-            target = self.loss_request.target
             if self.has_own_loss():
-                return self.loss(features, target, self.loss_request.criterion)
+                return self.loss(features, *self.loss_request)
+            return self.logits(self.prepare(features), self.loss_request.target)
         return self.logits(self.prepare(features, target), target)
+
+    @property
+    def out_features(self) -> int:
+        """The number of classes, under the name that `nn.Linear` has for it."""
+        return self.num_classes
 
     def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
         """Logits (..., C) of prepared features (..., N). `target` is None, or holds class indices (...)."""
@@ -77,7 +84,7 @@ class Head(nn.Module):
         """How little a feature looks like any class, (...) in [0, 1]: here one minus the largest softmax."""
         return 1 - self.scores(features).softmax(-1).amax(-1)
 
-    def prepare(self, features: Tensor, target: Tensor | None = None) -> Tensor:
+    def prepare(self, features: Tensor, target: Tensor | None = None, criterion: Criterion | None = None) -> Tensor:
         """Check features and target, and apply dropout."""
         if not features.is_floating_point():
             raise TypeError(f"features must be floating point, got {features.dtype}")
@@ -86,11 +93,12 @@ class Head(nn.Module):
                 f"{type(self).__name__} takes features of width {self.in_features}, got {tuple(features.shape)}"
             )
         if target is not None:
-            self.check_target(target)
+            self.check_target(target, criterion)
         return nn.functional.dropout(features, self.dropout, self.training)
 
-    def check_target(self, target: Tensor, ignore_index: int = -100) -> None:
+    def check_target(self, target: Tensor, criterion: Criterion | None = None) -> None:
         """Raise a ValueError for labels out of range or soft targets of the wrong width, or of no use to this head."""
+        ignore_index = getattr(criterion, "ignore_index", -100)
         if target.is_floating_point():
             if not self.takes_soft_targets:
                 raise ValueError(
@@ -118,6 +126,6 @@ def init_like_linear(weight: Tensor) -> None:
 
 def linear(features: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`nn.functional.linear` that takes features of another precision than the weight, as under autocast."""
-    if not torch.is_autocast_enabled(features.device.type):
+    if not autocasts(features):
         features = features.to(weight.dtype)
     return nn.functional.linear(features, weight, bias)

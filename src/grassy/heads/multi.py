@@ -45,8 +45,8 @@ class MultiHead(Head):
 
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
         if not self.training:
-            return criterion(self.logits(self.prepare(features, target)), target)
-        each = self.logits_of_each_layer(self.prepare(features, target)).unbind(-2)
+            return criterion(self.logits(self.prepare(features, target, criterion)), target)
+        each = self.logits_of_each_layer(self.prepare(features, target, criterion)).unbind(-2)
         return torch.stack([criterion(logits, target) for logits in each]).mean(0)
 
     def extra_repr(self) -> str:

@@ -48,8 +48,9 @@ class SoftTripleHead(Head):
         cosine = cosines(features, self.weight.flatten(0, 1)).unflatten(-1, self.weight.shape[:2])
         similarity = ((cosine / self.gamma).softmax(-1) * cosine).sum(-1)
         if self.training and target is not None:
-            index = target.clamp(min=0).unsqueeze(-1)
-            similarity = similarity.scatter_add(-1, index, torch.full_like(similarity[..., :1], -self.margin))
+            target = target.unsqueeze(-1)
+            valid = (target >= 0) & (target < self.num_classes)  # others are to be ignored
+            similarity = similarity.scatter_add(-1, target.where(valid, 0), -self.margin * valid.to(similarity.dtype))
         return self.scale * similarity
 
     def regularizer(self) -> Tensor:
@@ -62,7 +63,7 @@ class SoftTripleHead(Head):
         return (2 + 1e-5 - 2 * overlap).clamp_min(0).sqrt().sum() / (classes * centers * max(1, centers - 1))
 
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
-        loss = criterion(self.logits(self.prepare(features, target), target), target)
+        loss = criterion(self.logits(self.prepare(features, target, criterion), target), target)
         return loss + self.tau * self.regularizer() if self.training else loss
 
     def extra_repr(self) -> str:

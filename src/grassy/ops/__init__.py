@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grassy.ops import reference
-from grassy.ops.reference import unit
+from grassy.ops.reference import autocasts, unit
 
 RETRACTIONS = ("geodesic", "qf")
 TRANSPORTS = ("projection", "parallel")
@@ -101,6 +101,7 @@ __all__ = [
     "RETRACTIONS",
     "TRANSPORTS",
     "StepCounts",
+    "autocasts",
     "check_step_options",
     "choose",
     "geodesic_step",

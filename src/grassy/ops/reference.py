@@ -22,7 +22,7 @@ def subspace_logits(x: Tensor, weight: Tensor, gamma: float | Tensor, normalize:
     """
     x = unit(x) if normalize else x.to(torch.promote_types(x.dtype, torch.float32))
     rows = weight.flatten(0, 1)
-    if not torch.is_autocast_enabled(x.device.type):
+    if not autocasts(x):
         x = x.to(rows.dtype)
     coordinates = torch.nn.functional.linear(x, rows).unflatten(-1, weight.shape[:2])
     exact = torch.promote_types(coordinates.dtype, torch.float32)
@@ -34,6 +34,12 @@ def unit(x: Tensor) -> Tensor:
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return torch.where(length > 0, x / length.clamp_min(torch.finfo(x.dtype).tiny), 0)
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether a product with x will be cast by autocast, so that x must be left as it is."""
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def geodesic_step(
