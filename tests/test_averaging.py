@@ -135,12 +135,40 @@ def test_it_saves_and_resumes():
     assert all(torch.equal(a, b) for a, b in zip(ema.state_dict().values(), other.state_dict().values(), strict=True))
 
 
-def test_nearly_orthogonal_subspaces_still_average_to_a_subspace():
+@pytest.mark.parametrize("decay", [0.5, 0.9999])
+def test_orthogonal_subspaces_still_average_to_a_subspace(decay):
     model = nn.Sequential(grassy.GrassmannHead(16, 5, k=3))
-    ema = grassy.AveragedModel(model, decay=0.5)
+    ema = grassy.AveragedModel(model, decay=decay)
     ema.update_parameters(model)
-    w = model[0].weight.detach()
+    w = model[0].weight.detach().clone()
     with torch.no_grad():
         model[0].weight.copy_(torch.linalg.svd(w).Vh[:, 3:6])  # orthogonal to what it was
-    ema.update_parameters(model)
-    assert g.orthonormality_error(ema.module[0].weight.detach()) < 1e-6
+    with torch.autocast("cpu", torch.bfloat16):
+        ema.update_parameters(model)
+    average = ema.module[0].weight.detach()
+    assert g.orthonormality_error(average) < 1e-6
+    angle = torch.tensor((1 - decay) / decay).arctan()  # of each of the three directions
+    assert torch.allclose(g.principal_angles(w, average), angle.expand(5, 3), atol=1e-4)
+
+
+def test_averaging_starts_after_the_given_step_and_anew_after_set():
+    from timm.utils import ModelEmaV3
+
+    model = a_model()
+    ours = grassy.AveragedModel(model, decay=0.9, update_after_step=3)
+    timms = ModelEmaV3(model, decay=0.9, update_after_step=3)
+    for step in range(1, 8):
+        jiggle(model)
+        ours.update(model, step=step)
+        timms.update(model, step=step)
+        assert torch.allclose(ours.module[0].weight, timms.module[0].weight, atol=1e-6), step
+    ours.set(model)
+    jiggle(model)
+    ours.update(model)
+    assert torch.equal(ours.module[0].weight, model[0].weight)  # the first update copies
+
+
+def test_another_model_is_refused():
+    ema = grassy.AveragedModel(a_model())
+    with pytest.raises(ValueError, match="differ in number or shape"):
+        ema.update_parameters(nn.Sequential(nn.Linear(6, 16)))

@@ -88,6 +88,7 @@ def test_the_regulariser_of_softtriple_is_the_published_one():
     without.load_state_dict(head.state_dict())
     difference = head.loss(x, y, cross_entropy) - without.loss(x, y, cross_entropy)
     assert difference.item() == pytest.approx(0.2 * expected, abs=1e-5)
+    assert torch.equal(head.eval().loss(x, y, cross_entropy), without.eval().loss(x, y, cross_entropy))
     assert create_head("softtriple", 6, 4, centers=1).regularizer() == 0
     with torch.no_grad():
         head.weight.copy_(head.weight[:, :1].expand_as(head.weight))  # all centres of a class coincide
@@ -120,7 +121,11 @@ def test_grassmann_with_k_1_is_the_absolute_cosine_with_the_same_scale():
 
 def test_subcenter_arcface_with_one_centre_is_arcface():
     x, y = torch.randn(5, 6, dtype=F64), torch.randint(0, 4, (5,))
-    plain, one = create_head("arcface", 6, 4, dtype=F64), create_head("subcenter-arcface", 6, 4, centers=1, dtype=F64)
+    constants = {"scale": 30.0, "margin": 0.3, "dtype": F64}
+    plain, one = (
+        create_head("arcface", 6, 4, **constants),
+        create_head("subcenter-arcface", 6, 4, centers=1, **constants),
+    )
     one.load_state_dict({"weight": plain.weight.detach().unsqueeze(1)})
     assert torch.equal(one(x, y), plain(x, y))
     assert torch.equal(one.eval()(x), plain.eval()(x))
@@ -174,9 +179,15 @@ def test_a_learnable_scale_starts_where_it_should_and_is_trained_without_decay()
     optimizer = grassy.make_optimizer(head, "sgd", lr=0.1, weight_decay=0.1)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decay[id(head.scale)] == 0
-    head.loss(torch.randn(5, 6), torch.randint(0, 4, (5,)), cross_entropy).backward()
+    fixed = create_head("cosine", 6, 4, scale=9.0)
+    fixed.load_state_dict({"weight": head.weight.detach()})
+    x = torch.randn(5, 6)
+    assert torch.allclose(head(x), fixed(x))
+    head.loss(x, torch.randint(0, 4, (5,)), cross_entropy).backward()
     optimizer.step()
     assert head.scale.item() != 9.0
+    head.reset_parameters()
+    assert head.scale.item() == 9.0
 
 
 def test_only_the_grassmann_head_has_subspaces_and_plain_sgd_on_it_is_an_option():

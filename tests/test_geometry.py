@@ -274,6 +274,37 @@ def test_half_precision_is_computed_in_float32_and_given_back():
         assert g.orthonormality_error(g.random_subspace(3, 2, 7, dtype=dtype)) < 0.02
 
 
+def test_arguments_may_be_given_by_name_in_any_precision():
+    w, b = point(2, 7, dtype=torch.float32), torch.randn(2, 7)
+    assert torch.equal(g.project(weight=w, ambient=b), g.project(w, b))
+    assert g.project(weight=w.half(), ambient=b.half()).dtype == torch.float16
+
+
+def test_autocast_does_not_touch_the_geometry():
+    w = point(5, 3, 64, dtype=torch.float32)
+    h = 0.1 * tangent(w)
+    other = g.geodesic(w, h)
+    expected = [g.log(w, other), g.orthonormalize(w + h), g.retract_qf(w, h), g.principal_angles(w, other)]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert g.orthonormality_error(g.random_subspace(5, 3, 64)) < 1e-6
+        assert g.orthonormality_error(w) < 1e-6
+        assert torch.equal(g.geodesic(w, h), other)
+        actual = [g.log(w, other), g.orthonormalize(w + h), g.retract_qf(w, h), g.principal_angles(w, other)]
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+
+
+def test_align_finds_the_nearest_basis_of_the_same_subspace():
+    w, other = without_rows(point(6, 4, 9), [2]), without_rows(point(6, 4, 9), [0])
+    aligned = g.align(w, other)
+    assert same_subspace(aligned, w)
+    assert (aligned[:, 0] == 0).all()  # absent where the other's is
+    nearest = torch.linalg.matrix_norm(aligned - other)
+    for _ in range(5):
+        basis = aligned.clone()
+        basis[:, 1:] = rotation(6, k=3) @ basis[:, 1:]
+        assert (nearest <= torch.linalg.matrix_norm(basis - other) + 1e-12).all()
+
+
 @pytest.mark.parametrize("shape", [(3,), (2, 4, 3), (2, 0, 3)])
 def test_impossible_shapes_are_refused(shape):
     with pytest.raises(ValueError, match="1 <= k <= n"):

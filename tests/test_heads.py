@@ -1,8 +1,10 @@
 """One battery for all registered heads, and what is particular to the Grassmann head."""
 
 import copy
+import functools
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -170,6 +172,7 @@ def test_bad_features_and_sizes_are_refused(name):
         head.loss(torch.randn(2, N), torch.rand(2, C + 1), nn.functional.cross_entropy)
     with pytest.raises(ValueError, match="dropout must lie"):
         create_head(name, N, C, dropout=1.0)
+    assert create_head(name, np.int64(N), np.int64(C)).out_features == C
     for sizes in ((0, C), (N, 0), (N, -1), (2.5, C)):
         with pytest.raises(ValueError, match="positive integer"):
             create_head(name, *sizes)
@@ -204,8 +207,14 @@ def test_another_label_may_be_the_one_to_ignore(name):
     ignored = y.clone()
     ignored[0] = 255
     criterion = nn.CrossEntropyLoss(ignore_index=255)
-    loss = grassy.classification_loss(head, x, ignored, criterion)
-    assert torch.allclose(loss, grassy.classification_loss(head, x[1:], y[1:]), atol=1e-5)
+    expected = grassy.classification_loss(head, x[1:], y[1:])
+    partial = functools.partial(nn.functional.cross_entropy, ignore_index=255)
+    for loss in (
+        grassy.classification_loss(head, x, ignored, criterion),
+        grassy.classification_loss(head, x, ignored, partial),
+        head.loss(x, ignored, criterion),
+    ):
+        assert torch.allclose(loss, expected, atol=1e-5)
 
 
 @every_head
@@ -220,6 +229,9 @@ def test_dropout_acts_in_training_only(name):
     head, (x, y) = create_head(name, N, C, dropout=0.5), batch()
     losses = {head.loss(x, y, nn.functional.cross_entropy).item() for _ in range(5)}
     assert len(losses) > 1
+    assert len({head.outlier_score(x).sum().item() for _ in range(5)}) == 1
+    dropped = create_head(name, 1000, 2, dropout=0.3).prepare(torch.ones(1, 1000))
+    assert 0.2 < (dropped == 0).float().mean() < 0.4
     head.eval()
     assert len({head.loss(x, y, nn.functional.cross_entropy).item() for _ in range(5)}) == 1
     without = create_head(name, N, C).eval()
@@ -335,7 +347,9 @@ def test_features_of_extreme_length_are_normalised():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"k": 0}, "k must lie between 1 and in_features = 12"),
+        ({"k": 0}, "k must be a positive integer, got 0"),
+        ({"k": 2.5}, "k must be a positive integer, got 2.5"),
+        ({"k": "8"}, "k must be a positive integer, got '8'"),
         ({"k": 13}, "k must lie between 1 and in_features = 12"),
         ({"k": [1, 2]}, "one for each of the 5 classes"),
         ({"k": [1, 2, 3, 4, 13]}, "k must lie between"),
@@ -377,6 +391,14 @@ def test_weights_saved_in_half_precision_are_repaired_when_loaded_into_float32()
         warnings.simplefilter("error")
         half.load_state_dict(saved)
     assert half(torch.randn(2, N, dtype=torch.bfloat16)).isfinite().all()
+
+
+def test_a_head_is_built_and_loaded_exactly_inside_autocast():
+    with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        head = grassy.GrassmannHead(64, C, k=4)
+        head.load_state_dict(head.state_dict())
+    assert g.orthonormality_error(head.weight.detach()) < 1e-6
 
 
 def test_absent_rows_survive_saving_and_loading():

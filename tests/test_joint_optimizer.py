@@ -193,6 +193,90 @@ def test_layer_decay_lowers_the_rate_of_earlier_layers_and_not_of_the_head():
         grassy.make_optimizer(a_model(), "adamw", lr=1.0, layer_decay=0.5)
 
 
+def test_a_name_of_timms_stands_for_what_it_stands_for_in_timm():
+    """ "cadamw" is AdamW with caution, "nesterov" SGD with momentum 0.9: not their classes alone."""
+    seen = 0
+    for name in timm.optim.list_optimizers():
+        if name in ("sgd", "adam", "adamw") or name.startswith(("bnb", "fused")):
+            continue  # torch's own, and those that need a GPU
+        model = nn.Linear(3, 4)
+        try:
+            expected = timm.optim.create_optimizer_v2(model, name, lr=1e-3, weight_decay=0.05)
+        except (AssertionError, ImportError, RuntimeError):
+            continue
+        group = grassy.make_optimizer(model, name, lr=1e-3, weight_decay=0.05).param_groups[-1]
+        theirs = next(g for g in expected.param_groups if g["weight_decay"])
+        assert {k: v for k, v in group.items() if k not in ("params", "manifold")} == {
+            k: v for k, v in theirs.items() if k != "params"
+        }, name
+        seen += 1
+    assert seen > 30
+
+
+def test_options_of_the_geometric_step_reach_it():
+    model = a_model()
+    optimizer = grassy.make_optimizer(
+        model,
+        "adam",
+        lr=0.1,
+        head_lr=3.0,
+        head_momentum=0.5,
+        retraction="geodesic",
+        transport="parallel",
+        max_angle=0.01,
+        maximize=True,
+    )
+    (group,) = [group for group in optimizer.param_groups if group["manifold"] == "grassmann"]
+    assert (group["momentum"], group["transport"], group["max_angle"], group["maximize"]) == (
+        0.5,
+        "parallel",
+        0.01,
+        True,
+    )
+    before = model[3].weight.detach().clone()
+    loss = grassy.classification_loss(model, *data(0))
+    loss.backward()
+    optimizer.step()
+    assert g.principal_angles(before, model[3].weight.detach()).max() == pytest.approx(0.01, rel=0.01)
+    assert grassy.classification_loss(model, *data(0)) > loss  # it ascends
+    assert grassy.make_optimizer(model, "sgd", lr=0.1, retraction="qf").param_groups[-1]["retraction"] == "qf"
+
+
+def test_a_weight_that_two_heads_share_is_stepped_once():
+    a, b = grassy.GrassmannHead(16, 4, k=3), grassy.GrassmannHead(16, 4, k=3)
+    b.weight = a.weight
+    optimizer = grassy.make_optimizer(nn.ModuleList([a, b]), "sgd", lr=0.1)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 1
+
+
+def test_norms_of_any_shape_and_biases_of_any_name_are_not_decayed():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(2, 3))
+            self.norm = nn.LayerNorm([3, 4, 4])
+            self.fc = nn.Linear(3, 4)
+
+    model = Model()
+    optimizer = grassy.make_optimizer(model, "adamw", lr=0.1, weight_decay=0.1)
+    (decayed,) = [group["params"] for group in optimizer.param_groups if group["weight_decay"]]
+    assert len(decayed) == 1
+    assert decayed[0] is model.fc.weight
+    with pytest.raises(ValueError, match="Rprop knows no weight_decay"):
+        grassy.make_optimizer(model, torch.optim.Rprop, lr=0.1, weight_decay=0.1)
+
+
+def test_a_step_inside_autocast_is_the_same_step():
+    plain, autocast = a_model(), a_model()
+    for model, enabled in ((plain, False), (autocast, True)):
+        optimizer = grassy.make_optimizer(model, "sgd", lr=0.1)
+        grassy.classification_loss(model, *data(0)).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            grassy.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+    assert_identical(weights(plain), weights(autocast))
+
+
 def test_frozen_parameters_are_left_out_and_may_be_added_later():
     model = a_model()
     model[0].requires_grad_(False)
@@ -238,7 +322,10 @@ def test_bad_arguments_are_refused():
         grassy.make_optimizer(model, 3, lr=0.1)
     with pytest.raises(ValueError, match="lr must be"):
         grassy.make_optimizer(model, "sgd", lr=-0.1)
-    with pytest.raises(ValueError, match="lr must be"):
+    for bad in (float("inf"), float("nan"), "0.1"):
+        with pytest.raises(ValueError, match="lr must be a finite number"):
+            grassy.make_optimizer(model, "sgd", lr=bad)
+    with pytest.raises(ValueError, match="head_lr must be"):
         grassy.make_optimizer(model, "sgd", lr=0.1, head_lr=-0.1)
     with pytest.raises(ValueError, match="weight_decay must be"):
         grassy.make_optimizer(model, "sgd", lr=0.1, weight_decay=-1)
@@ -282,15 +369,23 @@ def test_one_cycle_takes_one_maximum_a_group(base):
     assert g.orthonormality_error(model[3].weight.detach()) < 1e-6
 
 
-def test_timms_cosine_drives_both_rates_and_its_warm_up_and_minimum_take_one_value_a_group():
+def test_timms_cosine_with_warm_up_from_zero_keeps_the_ratio_of_both_rates():
     model = a_model()
     optimizer = grassy.make_optimizer(model, "adamw", lr=1e-3, head_lr=0.1)
-    scheduler = CosineLRScheduler(optimizer, t_initial=10, lr_min=0.0, warmup_t=0)
-    for epoch in (0, 5, 10):
+    scheduler = CosineLRScheduler(optimizer, t_initial=10, lr_min=0.0, warmup_t=3, warmup_lr_init=0.0)
+    for epoch in (0, 2, 5, 10):
         scheduler.step(epoch)
         r = rates(optimizer)
         assert r["grassmann"] == pytest.approx(100 * r["euclidean"])
     assert r["grassmann"] == 0.0
+
+
+def test_timms_minimum_and_start_of_the_warm_up_are_one_number_for_both():
+    optimizer = grassy.make_optimizer(a_model(), "adamw", lr=1e-3, head_lr=0.1)
+    scheduler = CosineLRScheduler(optimizer, t_initial=10, lr_min=1e-5, warmup_t=3, warmup_lr_init=1e-4)
+    assert rates(optimizer) == {"euclidean": 1e-4, "grassmann": 1e-4}
+    scheduler.step(10)
+    assert rates(optimizer) == pytest.approx({"euclidean": 1e-5, "grassmann": 1e-5})
 
 
 # --- AMP, clipping, Lightning, Accelerate -----------------------------------------------------------------------

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import grassy
-from grassy.heads import Head
+from grassy.heads import HEADS, Head
 
 N, C, B = 12, 5, 7
 
@@ -114,10 +114,89 @@ def test_labels_out_of_range_and_soft_targets_of_the_wrong_width_are_refused():
     assert grassy.classification_loss(net, x, y).isfinite()
 
 
-def test_an_output_without_logits_is_refused():
-    class Strange(nn.Module):
-        def forward(self, x):
-            return {"scores": x}
+class Returning(nn.Module):
+    """A model that returns what a function makes of its features and logits."""
 
-    with pytest.raises(TypeError, match="cannot find logits"):
-        grassy.classification_loss(Strange(), torch.randn(2, 3), torch.zeros(2, dtype=torch.int64))
+    def __init__(self, heads, make):
+        super().__init__()
+        self.heads, self.make = nn.ModuleList(heads), make
+
+    def forward(self, x):
+        return self.make(x, *(head(x) for head in self.heads))
+
+
+def test_an_output_in_which_logits_cannot_be_told_is_refused():
+    x, y = torch.randn(B, N), torch.zeros(B, dtype=torch.int64)
+    head = grassy.GrassmannHead(N, C)
+    for make in (
+        lambda x, logits: {"scores": logits},
+        lambda x, logits: (logits, x),
+        lambda x, logits: [logits, None],
+    ):
+        with pytest.raises(TypeError, match="cannot find logits in the model's output"):
+            grassy.classification_loss(Returning([head], make), x, y)
+    expected = nn.functional.cross_entropy(head(x), y)
+    for make in (lambda x, logits: {"logits": logits}, lambda x, logits: (logits,)):
+        assert torch.equal(grassy.classification_loss(Returning([head], make), x, y), expected)
+
+
+@pytest.mark.parametrize("name", ["grassmann", "multi"])
+def test_two_heads_of_a_distilled_model_in_training_count_the_same(name):
+    x, y = torch.randn(B, N), torch.randint(0, C, (B,))
+    heads = [grassy.create_head(name, N, C) for _ in range(2)]
+    losses = [head.loss(x, y, nn.functional.cross_entropy) for head in heads]
+    assert losses[0] != losses[1]
+    model = Returning(heads, lambda x, *outputs: outputs)
+    assert torch.allclose(grassy.classification_loss(model, x, y), sum(losses) / 2)
+
+
+def test_a_head_with_a_loss_of_its_own_whose_result_the_model_changes_is_refused():
+    x, y = torch.randn(B, N), torch.randint(0, C, (B,))
+    changed = Returning([grassy.create_head("multi", N, C)], lambda x, loss: loss + x)
+    with pytest.raises(TypeError, match="MultiHead computes its loss itself"):
+        grassy.classification_loss(changed, x, y)
+    softmax_after = nn.Sequential(nn.Linear(3, N), nn.Linear(N, C), nn.LogSoftmax(-1))
+    with pytest.raises(ValueError, match="LogSoftmax follows the classifier '1'"):
+        grassy.replace_head(softmax_after, "multi")
+    grassy.replace_head(softmax_after, "grassmann")  # which gives logits
+
+
+def test_a_criterion_may_be_given_by_name_and_a_target_must_be_a_tensor():
+    net, (x, y) = model(grassy.GrassmannHead(N, C)), batch()
+    smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
+    assert torch.equal(grassy.classification_loss(net, x, y, "label-smoothing"), smooth(net(x), y))
+    with pytest.raises(TypeError, match="target must be a tensor"):
+        grassy.classification_loss(net, x, y.tolist())
+
+
+@pytest.mark.parametrize("name", sorted(HEADS))
+def test_every_head_gets_its_target_through_a_hugging_face_model_and_labels_among_the_inputs_do_no_harm(name):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        image_size=16,
+        patch_size=8,
+        num_labels=C,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    net = transformers.ViTForImageClassification(config).train()
+    head = grassy.replace_head(net, name)
+    seen = []
+    head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+    x, y = torch.randn(B, 3, 16, 16), torch.randint(0, C, (B,))
+    loss = grassy.classification_loss(net, {"pixel_values": x, "labels": y}, y)
+    assert torch.allclose(loss, head.loss(seen[0], y, nn.functional.cross_entropy), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(HEADS))
+def test_every_head_gets_its_target_through_a_compiled_model(name):
+    torch._dynamo.reset()
+    net = model(grassy.create_head(name, N, C))
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    x, y = batch()
+    expected = net[1].loss(net[0](x), y, nn.functional.cross_entropy)
+    assert torch.allclose(grassy.classification_loss(compiled, x, y), expected, atol=1e-5)

@@ -75,6 +75,63 @@ def test_the_momentum_is_a_tangent_vector_and_parallel_transport_takes_it_along(
     assert torch.allclose(projected, h, atol=1e-12)
 
 
+def test_the_optimizer_passes_its_options_to_the_step():
+    w, d = g.random_subspace(4, 3, 9, dtype=F64), torch.randn(2, 4, 3, 9, dtype=F64)
+    for options in (
+        {"transport": "parallel"},
+        {"max_angle": 0.05},
+        {"retraction": "qf"},
+        {"maximize": True},
+        {"momentum": 0.5},
+        {"momentum": 0.0},
+    ):
+        p = nn.Parameter(w.clone())
+        optimizer = RiemannianSGD([p], **{"lr": 0.3, "momentum": 0.9, **options})
+        expected = w.clone()
+        momentum = options.get("momentum", 0.9)
+        buffer = torch.zeros_like(w) if momentum else None
+        others = {name: value for name, value in options.items() if name != "momentum"}
+        for gradient in d:
+            p.grad = gradient
+            optimizer.step()
+            ops.geodesic_step(expected, gradient, buffer, 0.3, momentum, **others)
+        assert torch.equal(p, expected), options
+        assert ("momentum_buffer" in optimizer.state[p]) == bool(momentum)
+
+
+def test_momentum_may_be_switched_on_later_and_an_older_state_loaded():
+    p = nn.Parameter(g.random_subspace(4, 3, 9))
+    optimizer = RiemannianSGD([p], lr=0.1, momentum=0.0)
+    assert optimizer.skipped_classes == 0
+    assert optimizer.state_dict()["state"] == {}  # asking leaves no trace
+    p.grad = torch.randn_like(p)
+    optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.9
+    optimizer.step()
+    assert optimizer.state[p]["momentum_buffer"].abs().sum() > 0
+    state = optimizer.state_dict()
+    state["state"][0] = {"momentum_buffer": state["state"][0]["momentum_buffer"]}
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    assert optimizer.capped_classes == 0
+
+
+def test_the_tangent_is_orthogonal_to_a_weight_that_is_orthonormal_only_to_rounding():
+    w = g.random_subspace(20, 4, 16, dtype=F64)
+    w += 1e-5 * torch.randn_like(w)
+    buffer = torch.zeros_like(w)
+    ops.geodesic_step(w.clone(), torch.randn_like(w), buffer, 1e-3, 0.9)
+    assert (buffer @ w.mT).abs().max() < 1e-8  # a plain projection would leave 1e-5
+
+
+def test_huge_gradients_turn_a_class_by_the_largest_angle_allowed():
+    w = g.random_subspace(4, 3, 9)
+    moved = w.clone()
+    counts = ops.geodesic_step(moved, 1e11 * torch.randn_like(w), None, 1.0, 0.0, max_angle=0.1)
+    assert int(counts.capped) == 4
+    assert torch.allclose(g.principal_angles(w, moved)[:, -1], torch.tensor(0.1), rtol=0.01)
+
+
 def test_float32_stays_orthonormal_over_20000_steps_with_random_gradients():
     w = g.random_subspace(20, 8, 64)
     buffer, worst = torch.zeros_like(w), 0.0
@@ -207,6 +264,43 @@ def test_zero_gradients_and_zero_momentum_leave_the_weight_as_it_is_to_the_bit()
     ops.geodesic_step(moved, torch.zeros_like(w), buffer, 0.1, 0.9)
     assert torch.equal(moved, w)
     assert (buffer == 0).all()
+
+
+@pytest.mark.parametrize("retraction", ["geodesic", "qf"])
+def test_a_class_without_a_gradient_stays_to_the_bit_beside_classes_that_turn_far(retraction):
+    w = g.random_subspace(6, 3, 9)
+    d = 100 * torch.randn_like(w)
+    d[2] = 0
+    d[4, 0, 0] = float("nan")
+    moved = w.clone()
+    ops.geodesic_step(moved, d, torch.zeros_like(w), 0.1, 0.9, retraction=retraction)
+    assert torch.equal(moved[[2, 4]], w[[2, 4]])
+    assert not torch.equal(moved[0], w[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"retraction": "qf"}, {"transport": "parallel"}, {"max_angle": 0.3}], ids=str)
+def test_the_path_that_asks_the_device_nothing_gives_the_same(monkeypatch, options):
+    """On a GPU rare cases are not looked for but handled always, by masks."""
+    w = g.random_subspace(30, 4, 33, dtype=F64)
+    w[3, 1] = 0
+    d = torch.randn_like(w) * torch.logspace(-3, 3, 30, dtype=F64)[:, None, None]
+    d[5], d[7, 2, 5] = 0, float("nan")
+    results, small_functions = [], g.cosm1_sinc
+    for asks in (True, False):
+        if not asks:
+            monkeypatch.setattr(ops.reference, "_any", lambda mask: True)
+            monkeypatch.setattr(g, "cosm1_sinc", lambda x, _: small_functions(x, ops.reference.MAX_DOUBLINGS))
+        moved, buffer = w.clone(), torch.zeros_like(w)
+        for _ in range(3):
+            counts = ops.geodesic_step(moved, d, buffer, 0.1, 0.9, **options)
+        results.append((moved, buffer, counts))
+    (a, m, counts), (b, n, other_counts) = results
+    assert counts == other_counts
+    assert int(counts.capped) > 0
+    assert torch.allclose(a, b, atol=1e-10)
+    assert torch.allclose(m, n, atol=1e-10)
+    assert torch.equal(b[[5, 7]], w[[5, 7]])
+    assert (b[3, 1] == 0).all()
 
 
 def test_a_subspace_that_fills_the_space_does_not_move():
@@ -406,6 +500,10 @@ def test_bad_parameters_are_refused():
         RiemannianSGD([], lr=0.1)
     with pytest.raises(ValueError, match="off the manifold"):
         RiemannianSGD([nn.Parameter(torch.randn(3, 2, 8))], lr=0.1)
+    rounded = nn.Parameter(g.random_subspace(3, 2, 8).bfloat16().float())
+    with pytest.warns(UserWarning, match="re-orthonormalised"):
+        RiemannianSGD([rounded], lr=0.1)
+    assert g.orthonormality_error(rounded.detach()) < 1e-6
     with pytest.raises(ValueError, match=r"\(C, K, N\)"):
         RiemannianSGD([nn.Parameter(torch.randn(3, 8))], lr=0.1)
     with pytest.raises(TypeError, match="autocast"):

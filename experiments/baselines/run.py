@@ -7,6 +7,7 @@ Each run appends one line to results.jsonl; runs that are there already are skip
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import multiprocessing
@@ -31,14 +32,30 @@ SETTINGS = {
     "digits": {"epochs": 40, "batch": 64, "lr": 0.05, "weight_decay": 5e-4},
     "cifar100-10k": {"epochs": 60, "batch": 128, "lr": 0.1, "weight_decay": 1e-3},
 }
-#: The constants of the paper, which are the defaults of the heads, and variants that explain a result.
-CONTESTANTS: dict[str, tuple[str, dict[str, float]]] = {name: (name, {}) for name in HEADS} | {
-    "arcface, s=25": ("arcface", {"scale": 25.0}),
-    "arcface, s=25, m=0.1": ("arcface", {"scale": 25.0, "margin": 0.1}),
-    "subcenter-arcface, s=25, m=0.1": ("subcenter-arcface", {"scale": 25.0, "margin": 0.1}),
-    "subcenter-arcface, m=0.2": ("subcenter-arcface", {"margin": 0.2}),
-    "subcenter-arcface, K=2": ("subcenter-arcface", {"centers": 2}),
-    "grassmann, gamma=16": ("grassmann", {"gamma": 16.0}),
+
+
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """A head with its options, and what else differs from the settings of its data set."""
+
+    head: str
+    options: dict[str, float] = dataclasses.field(default_factory=dict)
+    lr: float | None = None
+    standardised: bool = False  # a batch normalisation without scale and shift before the head
+
+
+#: The constants of the paper, which are the defaults of the heads; and variants that explain a result.
+CONTESTANTS = {name: Contestant(name) for name in HEADS} | {
+    "arcface, s=25": Contestant("arcface", {"scale": 25.0}),
+    "arcface, s=25, m=0.1": Contestant("arcface", {"scale": 25.0, "margin": 0.1}),
+    "subcenter-arcface, s=25, m=0.1": Contestant("subcenter-arcface", {"scale": 25.0, "margin": 0.1}),
+    "subcenter-arcface, m=0.2": Contestant("subcenter-arcface", {"margin": 0.2}),
+    "subcenter-arcface, K=2": Contestant("subcenter-arcface", {"centers": 2}),
+    "grassmann, gamma=16": Contestant("grassmann", {"gamma": 16.0}),
+    "linear, standardised features": Contestant("linear", standardised=True),
+    "arcface, standardised features": Contestant("arcface", standardised=True),
+    "subcenter-arcface, standardised features": Contestant("subcenter-arcface", standardised=True),
+    "subcenter-arcface, lr=0.02": Contestant("subcenter-arcface", lr=0.02),
 }
 Data = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -79,7 +96,7 @@ class Residual(nn.Module):
         return x + self.body(x)
 
 
-def network(name: str, head: nn.Module) -> nn.Sequential:
+def network(name: str, head: nn.Module, standardised: bool) -> nn.Sequential:
     """Two convolutions for the digits; a ResNet-9, 512 features wide, for CIFAR."""
     if name == "digits":
         body = [block(1, 32), block(32, 64, pool=True)]
@@ -92,7 +109,10 @@ def network(name: str, head: nn.Module) -> nn.Sequential:
             block(256, 512, True),
             Residual(512),
         ]
-    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+    features = [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    if standardised:
+        features.append(nn.BatchNorm1d(64 if name == "digits" else 512, affine=False))
+    return nn.Sequential(*body, *features, head)
 
 
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -114,11 +134,13 @@ def train(data_name: str, data: Data, contestant: str, seed: int) -> dict[str, o
     generator = torch.Generator().manual_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     (images, labels), (test_images, test_labels) = ((x.to(device), y.to(device)) for x, y in data)
-    settings = SETTINGS[data_name]
+    settings, entry = dict(SETTINGS[data_name]), CONTESTANTS[contestant]
+    if entry.lr is not None:
+        settings["lr"] = entry.lr
     epochs, batch = int(settings["epochs"]), int(settings["batch"])
-    head_name, options = CONTESTANTS[contestant]
     width = 64 if data_name == "digits" else 512
-    model = network(data_name, grassy.create_head(head_name, width, int(labels.max()) + 1, **options)).to(device)
+    head = grassy.create_head(entry.head, width, int(labels.max()) + 1, **entry.options)
+    model = network(data_name, head, entry.standardised).to(device)
     optimizer = grassy.make_optimizer(
         model, "sgd", lr=settings["lr"], momentum=0.9, nesterov=True, weight_decay=settings["weight_decay"]
     )
@@ -148,7 +170,7 @@ def train(data_name: str, data: Data, contestant: str, seed: int) -> dict[str, o
     return {
         "data": data_name,
         "head": contestant,
-        "options": options,
+        "options": entry.options,
         "seed": seed,
         "accuracy": 100 * correct / len(test_labels),
         "last_loss": loss.item(),

@@ -14,23 +14,32 @@ Formulas: Edelman, Arias, Smith 1998 (EAS); Bendokat, Zimmermann, Absil 2024 (BZ
 import functools
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 
+def without_autocast(tensor: Tensor) -> AbstractContextManager[None]:
+    """Within this, products are taken in the precision of their operands: geometry does not survive autocast."""
+    kind = tensor.device.type
+    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)  # type: ignore[return-value]
+
+
 def _in_full_precision(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compute in float32 when given half precision, and return the precision that was given."""
+    """Compute in float32 when given half precision, under autocast too, and return the precision that was given."""
 
     @functools.wraps(function)
     def wrapped(*args, **kwargs):  # type: ignore[no-untyped-def]
-        given = args[0].dtype
-        if not given.is_floating_point:
-            raise TypeError(f"{function.__name__}: subspaces must be floating point tensors, got {given}")
-        if given not in (torch.float16, torch.bfloat16):
-            return function(*args, **kwargs)
-        args = tuple(a.float() if isinstance(a, Tensor) else a for a in args)
-        return function(*args, **kwargs).to(given)
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        if not first.is_floating_point():
+            raise TypeError(f"{function.__name__}: subspaces must be floating point tensors, got {first.dtype}")
+        with without_autocast(first):
+            if first.dtype not in (torch.float16, torch.bfloat16):
+                return function(*args, **kwargs)
+            args = tuple(a.float() if isinstance(a, Tensor) else a for a in args)
+            kwargs = {name: a.float() if isinstance(a, Tensor) else a for name, a in kwargs.items()}
+            return function(*args, **kwargs).to(first.dtype)
 
     return wrapped
 
@@ -54,7 +63,9 @@ def random_subspace(
     if len(shape) < 2 or not 1 <= shape[-2] <= shape[-1]:
         raise ValueError(f"random_subspace: need 1 <= k <= n, got shape (*batch, k, n) = {shape}")
     exact = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    return _qf(torch.randn(shape, generator=generator, dtype=exact, device=device)).to(dtype or exact)
+    gaussian = torch.randn(shape, generator=generator, dtype=exact, device=device)
+    with without_autocast(gaussian):
+        return _qf(gaussian).to(dtype or exact)
 
 
 def present_rows(weight: Tensor) -> Tensor:
@@ -65,7 +76,8 @@ def present_rows(weight: Tensor) -> Tensor:
 def orthonormality_error(weight: Tensor) -> Tensor:
     """The largest entry of |W Wᵀ − diag(present)| over all subspaces: 0 on the manifold."""
     weight = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
-    return (weight @ weight.mT - torch.diag_embed(present_rows(weight).to(weight.dtype))).abs().amax()
+    with without_autocast(weight):
+        return (weight @ weight.mT - torch.diag_embed(present_rows(weight).to(weight.dtype))).abs().amax()
 
 
 @_in_full_precision
@@ -174,6 +186,17 @@ def principal_angles(a: Tensor, b: Tensor) -> Tensor:
 def distance(a: Tensor, b: Tensor) -> Tensor:
     """The length of the shortest geodesic: the 2-norm of the principal angles, (...)."""
     return torch.linalg.vector_norm(principal_angles(a, b).nan_to_num(nan=0.0), dim=-1)
+
+
+@_in_full_precision
+def align(weight: Tensor, other: Tensor) -> Tensor:
+    """The same subspace as W in that basis which lies closest to the basis of `other` (Procrustes).
+
+    Both have the same dimension; absent rows are then where those of `other` are.
+    """
+    present = present_rows(other)
+    u, _, vt = torch.linalg.svd(other @ weight.mT + _absent_pairs(present, present_rows(weight)))
+    return u @ vt @ weight * present.unsqueeze(-1)
 
 
 @_in_full_precision

@@ -1,27 +1,34 @@
 """The training loss of a whole model, with the target handed to the head inside the model's forward."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grassy.criteria import is_binary_cross_entropy
+from grassy.criteria import create_criterion, is_binary_cross_entropy
 from grassy.heads import Criterion, Head, LossRequest
 
 
-def classification_loss(model: nn.Module, inputs: Any, target: Tensor, criterion: Criterion | None = None) -> Tensor:
+def classification_loss(
+    model: nn.Module, inputs: Any, target: Tensor, criterion: Criterion | str | None = None
+) -> Tensor:
     """The loss of `model(inputs)` against `target`, for any head; criterion is cross-entropy unless given.
 
-    The model, wrapped in DDP, FSDP or torch.compile or not, is called once: `model(inputs)`, or `model(**inputs)` if
+    The model, wrapped in DDP or torch.compile or not, is called once: `model(inputs)`, or `model(**inputs)` if
     inputs is a mapping, as a Hugging Face processor gives. Heads that use the target (margin heads, or those with a
     loss of their own) get it there. For all others the result is `criterion(model(inputs), target)`.
 
     target: class indices (B,), or probabilities (B, C) as mixup gives, for criteria and heads that take them.
     """
-    criterion = criterion or F.cross_entropy
+    if criterion is None:
+        criterion = F.cross_entropy
+    elif isinstance(criterion, str):
+        criterion = create_criterion(criterion)
+    if not isinstance(target, Tensor):
+        raise TypeError(f"target must be a tensor of class indices or probabilities, got {type(target).__name__}")
     heads = [module for module in model.modules() if isinstance(module, Head)]
     for head in heads:
         head.check_target(target, criterion)
@@ -32,11 +39,14 @@ def classification_loss(model: nn.Module, inputs: Any, target: Tensor, criterion
                 stacklevel=2,
             )
     with _requested(heads, LossRequest(target, criterion)):
-        outputs = model(**inputs) if hasattr(inputs, "keys") else model(inputs)
-    results = _tensors(outputs)
+        if isinstance(inputs, Mapping):  # labels among them would make a Hugging Face model compute its own loss
+            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        else:
+            outputs = model(inputs)
+    results = _tensors(outputs, len(heads))
     if any(head.has_own_loss() for head in heads):
         # A model may flatten what it takes for logits.
-        losses = [loss.reshape(()) if loss.numel() == 1 else loss for loss in results]
+        losses = [loss.reshape(()) if loss.numel() == 1 else _refuse(loss, heads) for loss in results]
     else:
         losses = [criterion(logits, target) for logits in results]
     return sum(losses[1:], start=losses[0]) / len(losses)
@@ -44,7 +54,7 @@ def classification_loss(model: nn.Module, inputs: Any, target: Tensor, criterion
 
 @contextmanager
 def _requested(heads: list[Head], request: LossRequest) -> Iterator[None]:
-    # On the head itself rather than in a global: two models, or two threads, cannot mix up their targets.
+    # On the head itself rather than in a global: two models, in two threads, cannot mix up their targets.
     for head in heads:
         head.loss_request = request
     try:
@@ -54,12 +64,24 @@ def _requested(heads: list[Head], request: LossRequest) -> Iterator[None]:
             head.loss_request = None
 
 
-def _tensors(outputs: Any) -> list[Tensor]:
-    """The logits, or losses, of a model's output: two from a distilled model in training, else one."""
+def _tensors(outputs: Any, heads: int) -> list[Tensor]:
+    """The logits, or losses, of a model's output: one; or one a head, as a distilled model gives in training."""
     if isinstance(outputs, Tensor):
         return [outputs]
-    if isinstance(getattr(outputs, "logits", None), Tensor):  # Hugging Face, torchvision's Inception and GoogLeNet
-        return [outputs.logits]
-    if isinstance(outputs, tuple | list) and outputs and all(isinstance(output, Tensor) for output in outputs):
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    if isinstance(logits, Tensor):  # Hugging Face, torchvision's Inception and GoogLeNet
+        return [logits]
+    one_a_head = isinstance(outputs, tuple | list) and len(outputs) == max(1, heads)
+    if one_a_head and all(isinstance(output, Tensor) for output in outputs):
         return list(outputs)
-    raise TypeError(f"cannot find logits in the model's output of type {type(outputs).__name__}")
+    kind = type(outputs).__name__
+    size = f" of length {len(outputs)}" if isinstance(outputs, tuple | list) else ""
+    raise TypeError(
+        f"cannot find logits in the model's output, a {kind}{size}: it must be a tensor, have a field 'logits', or be "
+        "a tuple with one tensor a head"
+    )
+
+
+def _refuse(loss: Tensor, heads: list[Head]) -> NoReturn:
+    names = ", ".join(sorted({type(head).__name__ for head in heads if head.has_own_loss()}))
+    raise TypeError(f"{names} computes its loss itself, but the model made a tensor {tuple(loss.shape)} of it")

@@ -10,7 +10,11 @@ from torch import nn
 
 
 def named_subspaces(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The name and the Parameter (C, K, N) of each weight of subspaces in the model."""
+    """The name and the Parameter (C, K, N) of each weight of subspaces in the model; a shared one comes once."""
+    seen = set()
     for prefix, module in model.named_modules():
         for name in getattr(module, "subspace_names", ()):
-            yield f"{prefix}.{name}" if prefix else name, getattr(module, name)
+            weight = getattr(module, name)
+            if id(weight) not in seen:
+                seen.add(id(weight))
+                yield f"{prefix}.{name}" if prefix else name, weight

@@ -5,7 +5,6 @@ goes by the structure of the module tree. Where that leaves a doubt, an error na
 layer would train without complaint.
 """
 
-import difflib
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from grassy.heads import Head, create_head
+from grassy.spelling import nearest
 
 Layers = dict[str, nn.Module]  # by dotted name
 
@@ -51,6 +51,8 @@ def replace_head(
     for path, layer in layers.items():
         _check_replaceable(model, path, layer)
     heads = [_head_like(layer, name, num_classes, options) for layer in layers.values()]
+    for path, head in zip(layers, heads, strict=True):
+        _check_that_nothing_follows(model, path, head)
     for (path, layer), head in zip(layers.items(), heads, strict=True):
         for module in _ancestors(model, path):
             _declare_classes(module, head.num_classes)
@@ -79,7 +81,8 @@ class HeadOnMap(nn.Module):
             return self.head(rows).reshape([1] * features.ndim)  # what flattens logits after this takes it
         # Margin heads: the target of an image is the target of each of its locations.
         target = request.target.repeat_interleave(size.numel(), dim=0)
-        return self.head(rows, target).unflatten(0, channels_last.shape[:-1]).movedim(-1, 1)
+        logits = self.head.logits(self.head.prepare(rows), target)
+        return logits.unflatten(0, channels_last.shape[:-1]).movedim(-1, 1)
 
 
 def _named(model: nn.Module, classifier: str) -> Layers:
@@ -87,8 +90,7 @@ def _named(model: nn.Module, classifier: str) -> Layers:
         raise TypeError(f"classifier must be the dotted name of a layer, got {type(classifier).__name__}")
     modules = dict(model.named_modules(remove_duplicate=False))
     if classifier not in modules:
-        close = difflib.get_close_matches(classifier, list(modules), n=3)
-        hint = f", did you mean {' or '.join(map(repr, close))}?" if close else ""
+        hint = nearest(classifier, modules, 3)
         raise ValueError(f"classifier={classifier!r} is not a module of {type(model).__name__}{hint}")
     layer = modules[classifier]
     if isinstance(layer, HeadOnMap):
@@ -170,6 +172,20 @@ def _check_replaceable(model: nn.Module, path: str, layer: nn.Module) -> None:
         wrapper = _SHARDING & {cls.__name__ for cls in type(module).__mro__}
         if wrapper:
             raise ValueError(f"model is wrapped in {wrapper.pop()} already: replace the head before wrapping it")
+
+
+def _check_that_nothing_follows(model: nn.Module, path: str, head: Head) -> None:
+    """A head with a loss of its own gives a loss where the model expects logits: a softmax of it would be constant."""
+    for depth, parent in enumerate(_ancestors(model, path)):
+        if head.has_own_loss() and isinstance(parent, nn.Sequential):
+            names = list(parent._modules)
+            followers = [parent._modules[name] for name in names[names.index(path.split(".")[depth]) + 1 :]]
+            for module in followers:
+                if isinstance(module, nn.Softmax | nn.LogSoftmax | nn.Softmax2d | nn.Sigmoid | nn.LogSigmoid):
+                    raise ValueError(
+                        f"{type(head).__name__} computes its loss itself, but in this model {type(module).__name__} "
+                        f"follows the classifier {path!r}: remove it first"
+                    )
 
 
 def _head_like(layer: nn.Module, name: str, num_classes: int | None, options: dict[str, Any]) -> Head:

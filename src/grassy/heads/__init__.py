@@ -1,6 +1,5 @@
 """Class representations, one file each, under one contract and one registry."""
 
-import difflib
 import inspect
 from typing import Any
 
@@ -12,6 +11,7 @@ from grassy.heads.linear import LinearHead
 from grassy.heads.multi import MultiHead
 from grassy.heads.softtriple import SoftTripleHead
 from grassy.heads.subcenter_arcface import SubcenterArcFaceHead
+from grassy.spelling import nearest
 
 HEADS: dict[str, type[Head]] = {
     "linear": LinearHead,
@@ -27,19 +27,14 @@ HEADS: dict[str, type[Head]] = {
 def create_head(name: str, in_features: int, num_classes: int, **options: Any) -> Head:
     """The head registered under `name`; an unknown name or option raises and lists what is known."""
     if name not in HEADS:
-        raise ValueError(f"unknown head {name!r}{_nearest(name, HEADS)}; known heads: {', '.join(sorted(HEADS))}")
+        raise ValueError(f"unknown head {name!r}{nearest(name, HEADS)}; known heads: {', '.join(sorted(HEADS))}")
     known = [p for p in inspect.signature(HEADS[name]).parameters if p not in ("in_features", "num_classes")]
     for option in options:
         if option not in known:
             raise ValueError(
-                f"head {name!r} has no option {option!r}{_nearest(option, known)}; its options: {', '.join(known)}"
+                f"head {name!r} has no option {option!r}{nearest(option, known)}; its options: {', '.join(known)}"
             )
     return HEADS[name](in_features, num_classes, **options)
-
-
-def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
 
 
 __all__ = [

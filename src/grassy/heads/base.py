@@ -1,5 +1,6 @@
 """The contract of a head: features in, logits out, and a loss."""
 
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -36,9 +37,8 @@ class Head(nn.Module):
 
     def __init__(self, in_features: int, num_classes: int, dropout: float = 0.0) -> None:
         super().__init__()
-        for name, value in (("in_features", in_features), ("num_classes", num_classes)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        in_features = positive_integer("in_features", in_features)
+        num_classes = positive_integer("num_classes", num_classes)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}")
         self.in_features = in_features
@@ -65,7 +65,7 @@ class Head(nn.Module):
 
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
         """The training loss: the criterion on the logits, unless the representation needs more."""
-        return criterion(self(features, target), target)
+        return criterion(self.logits(self.prepare(features, target, criterion), target), target)
 
     def has_own_loss(self) -> bool:
         return type(self).loss is not Head.loss
@@ -86,19 +86,24 @@ class Head(nn.Module):
 
     def prepare(self, features: Tensor, target: Tensor | None = None, criterion: Criterion | None = None) -> Tensor:
         """Check features and target, and apply dropout."""
+        self.check_features(features)
+        if target is not None:
+            self.check_target(target, criterion)
+        return nn.functional.dropout(features, self.dropout, self.training)
+
+    def check_features(self, features: Tensor) -> None:
+        """Raise a TypeError or ValueError for features of the wrong type or width."""
         if not features.is_floating_point():
             raise TypeError(f"features must be floating point, got {features.dtype}")
         if features.shape[-1:] != (self.in_features,):
             raise ValueError(
                 f"{type(self).__name__} takes features of width {self.in_features}, got {tuple(features.shape)}"
             )
-        if target is not None:
-            self.check_target(target, criterion)
-        return nn.functional.dropout(features, self.dropout, self.training)
 
     def check_target(self, target: Tensor, criterion: Criterion | None = None) -> None:
         """Raise a ValueError for labels out of range or soft targets of the wrong width, or of no use to this head."""
-        ignore_index = getattr(criterion, "ignore_index", -100)
+        keywords = getattr(criterion, "keywords", {})  # of a functools.partial
+        ignore_index = getattr(criterion, "ignore_index", keywords.get("ignore_index", -100))
         if target.is_floating_point():
             if not self.takes_soft_targets:
                 raise ValueError(
@@ -115,6 +120,17 @@ class Head(nn.Module):
     def extra_repr(self) -> str:
         dropout = f", dropout={self.dropout}" if self.dropout else ""
         return f"in_features={self.in_features}, num_classes={self.num_classes}{dropout}"
+
+
+def positive_integer(name: str, value: int) -> int:
+    """The value as an int, NumPy's included, or a ValueError that names the argument."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return number
 
 
 def init_like_linear(weight: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grassy import geometry, ops
-from grassy.heads.base import Head
+from grassy.heads.base import Head, positive_integer
 
 REPAIR_ABOVE = 1e-5
 REFUSE_ABOVE = 0.1
@@ -46,11 +46,12 @@ class GrassmannHead(Head):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, num_classes, dropout)
-        dims = [k] * num_classes if isinstance(k, int) else list(k)
+        each: Any = k if _is_sequence(k) else [k] * num_classes
+        dims = [positive_integer("k", dim) for dim in each]
         if len(dims) != num_classes:
             raise ValueError(f"k must be one int or one for each of the {num_classes} classes, got {len(dims)} of them")
-        if not all(isinstance(d, int) and 1 <= d <= in_features for d in dims):
-            raise ValueError(f"k must lie between 1 and in_features = {in_features}, got {k!r}")
+        if max(dims) > in_features:
+            raise ValueError(f"k must lie between 1 and in_features = {in_features}, got {max(dims)}")
         if not gamma > 0:
             raise ValueError(f"gamma must be positive, got {gamma!r}")
         self.normalize = normalize
@@ -88,14 +89,19 @@ class GrassmannHead(Head):
         0 means that the feature lies in the subspace of a class; a zero feature has 1.
         """
         with torch.no_grad():
-            inside = ops.subspace_logits(self.prepare(features), self.weight, 1.0)
+            self.check_features(features)
+            inside = ops.subspace_logits(features, self.weight, 1.0)
         return (1 - inside.amax(-1).square()).clamp(0, 1)
 
     def extra_repr(self) -> str:
-        dims = self._initial_dims
+        dims = self._initial_dims if self.weight.is_meta else self.dims.tolist()
         k = dims[0] if len(set(dims)) == 1 else f"{min(dims)}..{max(dims)}"
         gamma = "learnable" if isinstance(self.gamma, nn.Parameter) else self.gamma
         return f"{super().extra_repr()}, k={k}, gamma={gamma}, normalize={self.normalize}"
+
+
+def _is_sequence(k: Any) -> bool:
+    return hasattr(k, "__len__") and not isinstance(k, str)
 
 
 def _return_to_manifold(head: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from grassy.heads.base import Criterion, Head, init_like_linear, linear
+from grassy.heads.base import Criterion, Head, init_like_linear, linear, positive_integer
 
 
 class MultiHead(Head):
@@ -23,8 +23,7 @@ class MultiHead(Head):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, num_classes, dropout)
-        if not isinstance(layers, int) or layers < 1:
-            raise ValueError(f"layers must be a positive integer, got {layers!r}")
+        layers = positive_integer("layers", layers)
         self.weight = nn.Parameter(torch.empty(layers, num_classes, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(layers, num_classes, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
@@ -44,9 +43,10 @@ class MultiHead(Head):
         return linear(features, self.weight.mean(0), None if self.bias is None else self.bias.mean(0))
 
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
+        features = self.prepare(features, target, criterion)
         if not self.training:
-            return criterion(self.logits(self.prepare(features, target, criterion)), target)
-        each = self.logits_of_each_layer(self.prepare(features, target, criterion)).unbind(-2)
+            return criterion(self.logits(features), target)
+        each = self.logits_of_each_layer(features).unbind(-2)
         return torch.stack([criterion(logits, target) for logits in each]).mean(0)
 
     def extra_repr(self) -> str:

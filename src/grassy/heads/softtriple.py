@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from grassy.heads.base import Criterion, Head, init_like_linear
+from grassy.heads.base import Criterion, Head, init_like_linear, positive_integer
 from grassy.heads.cosine import cosines
 from grassy.ops import unit
 
@@ -32,8 +32,7 @@ class SoftTripleHead(Head):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, num_classes, dropout)
-        if not isinstance(centers, int) or centers < 1:
-            raise ValueError(f"centers must be a positive integer, got {centers!r}")
+        centers = positive_integer("centers", centers)
         for name, value in (("scale", scale), ("gamma", gamma)):
             if not value > 0:
                 raise ValueError(f"{name} must be positive, got {value!r}")

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from grassy.heads.arcface import ArcFaceHead
+from grassy.heads.base import positive_integer
 from grassy.heads.cosine import cosines
 
 
@@ -24,8 +25,7 @@ class SubcenterArcFaceHead(ArcFaceHead):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if not isinstance(centers, int) or centers < 1:
-            raise ValueError(f"centers must be a positive integer, got {centers!r}")
+        centers = positive_integer("centers", centers)
         super().__init__(in_features, num_classes, scale, margin, dropout, device, dtype)
         self.weight = nn.Parameter(torch.empty(num_classes, centers, in_features, device=device, dtype=dtype))
         self.reset_parameters()

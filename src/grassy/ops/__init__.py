@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grassy import geometry
 from grassy.ops import reference
 from grassy.ops.reference import autocasts, unit
 
@@ -18,7 +19,10 @@ _IMPLEMENTATIONS = {"reference": reference}
 
 
 class StepCounts(NamedTuple):
-    """How many classes a step left alone, their gradient being non-finite, and how many it turned less than asked."""
+    """How many classes a step left alone, their gradient not being finite, and how many it turned less than asked.
+
+    A gradient so large that its square overflows counts as not finite.
+    """
 
     skipped: Tensor
     capped: Tensor
@@ -83,17 +87,18 @@ def geodesic_step(
         raise ValueError(
             f"need weight and gradient of one shape (C, K, N), got {tuple(weight.shape)} and {tuple(grad.shape)}"
         )
-    counts = _IMPLEMENTATIONS[choose(impl)].geodesic_step(
-        weight,
-        grad,
-        momentum_buffer,
-        lr,
-        momentum,
-        retraction=retraction,
-        transport=transport,
-        max_angle=max_angle,
-        maximize=maximize,
-    )
+    with geometry.without_autocast(weight):
+        counts = _IMPLEMENTATIONS[choose(impl)].geodesic_step(
+            weight,
+            grad,
+            momentum_buffer,
+            lr,
+            momentum,
+            retraction=retraction,
+            transport=transport,
+            max_angle=max_angle,
+            maximize=maximize,
+        )
     return StepCounts(*counts)
 
 

@@ -39,7 +39,7 @@ def unit(x: Tensor) -> Tensor:
 def autocasts(x: Tensor) -> bool:
     """Whether a product with x will be cast by autocast, so that x must be left as it is."""
     kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return kind != "meta" and torch.is_autocast_enabled(kind)  # of the meta device it must not be asked
 
 
 def geodesic_step(
@@ -138,8 +138,9 @@ def _step(
         gram = p @ gram_w @ p + q @ a @ q
         polar = torch.where(energy > 0, 1.5 * eye - 0.5 * gram, eye)
         new_w = torch.bmm(polar @ p, w, out=scratch[1]).baddbmm_(polar @ q, h)
-        if _any(lr**2 * energy > 1):  # for turns of a radian and more, rounding in A is felt: look at the result
-            new_w = (1.5 * eye - 0.5 * (new_w @ new_w.mT)) @ new_w
+        large = lr**2 * energy > 1
+        if _any(large):  # for turns of a radian and more, rounding in A is felt: look at the result itself
+            new_w = torch.where(large, 1.5 * eye - 0.5 * (new_w @ new_w.mT), eye) @ new_w
         new_m = h if transport == "projection" else torch.bmm(p, h).baddbmm_(tau * (a @ sinc), w)
     if m is not None and _any(~finite):
         new_m = torch.where(finite, new_m, m)
@@ -152,8 +153,10 @@ def _largest_eigenvalue(a: Tensor, squarings: int = 8) -> Tensor:
     ‖A^p‖_F^(1/p) at p = 256: products alone, where eigvalsh would make a GPU wait.
     """
     tiny = torch.finfo(a.dtype).tiny
+    largest = a.abs().amax((-2, -1)).clamp_min(tiny)  # divided out first, or the squares of a large A overflow
+    a = a / largest[..., None, None]
     norm = torch.linalg.matrix_norm(a).clamp_min(tiny)
-    logarithm = norm.log()
+    logarithm = largest.log() + norm.log()
     for step in range(1, squarings + 1):
         a = a / norm[..., None, None]
         a = a @ a

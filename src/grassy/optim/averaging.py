@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
+from grassy import geometry
 from grassy.subspaces import named_subspaces
 
 
@@ -58,14 +59,14 @@ class AveragedModel(swa_utils.AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        pairs = list(zip(_subspaces(self.module), _subspaces(model), strict=True))
-        for average, current in pairs:
-            current = current.to(average)
-            rotation = _newton_schulz(current @ average.mT, 20)  # cosines down to 3e-4 reach 1
-            average.copy_(rotation @ average)
+        averages, currents = _subspaces(self.module), _subspaces(model)
+        if [w.shape for w in averages] != [w.shape for w in currents]:
+            raise ValueError("the model's subspaces differ in number or shape from those that are being averaged")
+        for average, current in zip(averages, currents, strict=True):
+            average.copy_(geometry.align(average, current.to(average)))
         super().update_parameters(model)
-        for average, _ in pairs:
-            average.copy_(_newton_schulz(average, 8))
+        for average in averages:
+            average.copy_(_polar_factor(average))
 
     def update(self, model: nn.Module, step: int | None = None) -> None:
         """`update_parameters` under timm's name, with the number of the update for the warm-up."""
@@ -79,7 +80,7 @@ class AveragedModel(swa_utils.AveragedModel):
     def set(self, model: nn.Module) -> None:
         """Forget the average and start again from the model."""
         self.module.load_state_dict(model.state_dict())
-        self.n_averaged.zero_()
+        self.n_averaged.zero_()  # the next update copies
 
     def _lerp(self, averages: list[Tensor], currents: list[Tensor], _: Any) -> None:
         if averages[0].is_floating_point():
@@ -92,8 +93,12 @@ def _subspaces(model: nn.Module) -> list[Tensor]:
     return [weight.detach() for _, weight in named_subspaces(model)]
 
 
-def _newton_schulz(m: Tensor, iterations: int) -> Tensor:
-    """The polar factor of matrices (..., K, N) with singular values in (0, √3), by products alone; zero rows stay."""
-    for _ in range(iterations):
-        m = 1.5 * m - 0.5 * (m @ m.mT) @ m
+def _polar_factor(m: Tensor) -> Tensor:
+    """The polar factor of an average of two aligned bases, by Newton–Schulz iterations; zero rows stay.
+
+    Aligned bases are nowhere more than 90° apart, so no singular value is below 1/√2, and six iterations converge.
+    """
+    with geometry.without_autocast(m):
+        for _ in range(6):
+            m = 1.5 * m - 0.5 * (m @ m.mT) @ m
     return m

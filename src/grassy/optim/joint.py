@@ -1,6 +1,7 @@
 """One ordinary optimizer for a whole model: Riemannian SGD on its subspaces, any other optimizer on the rest."""
 
-import difflib
+import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from grassy.optim.riemannian_sgd import RiemannianSGD
+from grassy.spelling import nearest
 from grassy.subspaces import named_subspaces
 from grassy.torchvision_import import import_torchvision
 
@@ -42,14 +44,13 @@ def make_optimizer(
     layer_decay: the learning rate of each earlier layer group of a timm model is lower by this factor.
     retraction, transport, max_angle: see `RiemannianSGD`.
 
-    Each group has a key "manifold", "euclidean" or "grassmann". Schedulers that multiply keep head_lr/lr constant;
-    those that set absolute values (OneCycleLR's max_lr, timm's warmup_lr_init and lr_min) take one value a group.
+    Each group has a key "manifold", "euclidean" or "grassmann". Schedulers that multiply keep head_lr/lr constant.
+    OneCycleLR's max_lr takes one value a group; timm's warmup_lr_init and lr_min are one number for all groups.
     """
-    optimizer_class = _optimizer_class(base)
-    if not lr >= 0:
-        raise ValueError(f"lr must be a number >= 0, got {lr!r}")
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay must be >= 0, got {weight_decay!r}")
+    optimizer_class, implied = _optimizer_class(base)
+    for name, value in (("lr", lr), ("head_lr", head_lr), ("weight_decay", weight_decay)):
+        if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
+            raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
     subspaces = dict(named_subspaces(model))
     if not subspaces and head_lr is not None:
         raise ValueError(
@@ -60,9 +61,14 @@ def make_optimizer(
     if trainable:
         if head_lr is None:
             head_lr = lr if issubclass(optimizer_class, torch.optim.SGD) else 0.1
-        riemannian = RiemannianSGD(trainable, head_lr, head_momentum, retraction, transport, max_angle)
+        maximize = base_options.get("maximize", False)
+        riemannian = RiemannianSGD(trainable, head_lr, head_momentum, retraction, transport, max_angle, maximize)
     groups = _euclidean_groups(model, {id(p) for p in subspaces.values()}, lr, weight_decay, layer_decay)
-    euclidean = optimizer_class(groups, lr=lr, **base_options) if groups else None  # type: ignore[call-arg]
+    euclidean = None
+    if groups:
+        euclidean = optimizer_class(groups, **{**implied, "lr": lr, **base_options})
+        if weight_decay and "weight_decay" not in euclidean.defaults:
+            raise ValueError(f"{optimizer_class.__name__} knows no weight_decay, got {weight_decay!r}")
     return JointOptimizer(euclidean, riemannian)
 
 
@@ -147,9 +153,10 @@ class JointOptimizer(Optimizer):
         return self.riemannian.capped_classes if self.riemannian else 0
 
 
-def _optimizer_class(base: str | type[Optimizer]) -> type[Optimizer]:
+def _optimizer_class(base: str | type[Optimizer]) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The class that `base` stands for, and options of it that the name implies."""
     if isinstance(base, type) and issubclass(base, Optimizer):
-        return base
+        return base, {}
     if not isinstance(base, str):
         raise TypeError(f"base must be the name or the class of an optimizer, got {base!r}")
     known: dict[str, type[Optimizer]] = {
@@ -158,20 +165,23 @@ def _optimizer_class(base: str | type[Optimizer]) -> type[Optimizer]:
         "adamw": torch.optim.AdamW,
     }
     if base in known:
-        return known[base]
+        return known[base], {}
     try:
         import_torchvision()  # which timm imports
-        from timm.optim import get_optimizer_class, list_optimizers  # type: ignore[attr-defined]
+        from timm.optim import get_optimizer_class, get_optimizer_info, list_optimizers  # type: ignore[attr-defined]
     except ImportError:
         raise ValueError(
             f"unknown optimizer {base!r}; without timm (pip install grassy[train]) there are {', '.join(sorted(known))}"
         ) from None
     names = sorted({*known, *map(str, list_optimizers())})
     if base not in names:
-        close = difflib.get_close_matches(base, names, n=3)
-        hint = f", did you mean {' or '.join(map(repr, close))}?" if close else ""
-        raise ValueError(f"unknown optimizer {base!r}{hint}; known: {', '.join(names)}")
-    return get_optimizer_class(base, bind_defaults=False)  # type: ignore[return-value]
+        raise ValueError(f"unknown optimizer {base!r}{nearest(base, names, 3)}; known: {', '.join(names)}")
+    # A name of timm's stands for a class and some options of it, "cadamw" for AdamW with caution.
+    made = get_optimizer_class(base)
+    optimizer_class, options = (made.func, dict(made.keywords)) if isinstance(made, functools.partial) else (made, {})
+    if get_optimizer_info(base).has_momentum:
+        options.setdefault("momentum", 0.9)  # as timm has always done
+    return optimizer_class, options  # type: ignore[return-value]
 
 
 def _euclidean_groups(
@@ -185,7 +195,7 @@ def _euclidean_groups(
     groups: dict[tuple[float, float], list[Tensor]] = {}
     for name, p in model.named_parameters():
         if p.requires_grad and id(p) not in subspaces:
-            decays = p.ndim > 1 and not name.endswith(".bias") and name not in undecayed
+            decays = p.ndim > 1 and name.split(".")[-1] != "bias" and name not in undecayed
             groups.setdefault((scales[name], weight_decay if decays else 0.0), []).append(p)
     return [
         {"params": params, "lr": lr * scale, "weight_decay": decay} for (scale, decay), params in sorted(groups.items())
@@ -193,12 +203,14 @@ def _euclidean_groups(
 
 
 def _undecayed_names(model: nn.Module) -> set[str]:
-    """What any module of the model, wrapped or not, excludes by the method `no_weight_decay`, as timm's models do."""
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name in (module.no_weight_decay() if callable(getattr(module, "no_weight_decay", None)) else ())
-    }
+    """Parameters of norms, and what a module excludes by the method `no_weight_decay`, as timm's models do."""
+    names: set[str] = set()
+    for prefix, module in model.named_modules():
+        excluded = list(module.no_weight_decay()) if callable(getattr(module, "no_weight_decay", None)) else []
+        if "Norm" in type(module).__name__:
+            excluded += [name for name, _ in module.named_parameters(recurse=False)]
+        names.update(f"{prefix}.{name}" if prefix else name for name in excluded)
+    return names
 
 
 def _layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Riemannian SGD with momentum on a product of Grassmannians (paper, Algorithm 1)."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,6 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from grassy import geometry, ops
+
+COUNTS = ("skipped_classes", "capped_classes")
+REPAIR_ABOVE, REFUSE_ABOVE = 1e-5, 0.1
 
 
 class RiemannianSGD(Optimizer):
@@ -70,10 +74,10 @@ class RiemannianSGD(Optimizer):
                 if p.grad.is_sparse:
                     raise TypeError("RiemannianSGD does not take sparse gradients")
                 state = self.state[p]
-                if not state:
-                    if group["momentum"]:
-                        state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-                    for count in ("skipped_classes", "capped_classes"):
+                if group["momentum"] and "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                for count in COUNTS:
+                    if count not in state:
                         state[count] = torch.zeros((), dtype=torch.int64, device=p.device)
                 counts = ops.geodesic_step(
                     p,
@@ -94,7 +98,7 @@ class RiemannianSGD(Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             for p in group["params"]:
-                for count in ("skipped_classes", "capped_classes"):
+                for count in COUNTS:
                     if count in self.state.get(p, {}):  # load_state_dict casts tensors to the parameter's dtype
                         self.state[p][count] = self.state[p][count].to(torch.int64)
 
@@ -109,12 +113,13 @@ class RiemannianSGD(Optimizer):
         return self._total("capped_classes")
 
     def _total(self, count: str) -> int:
-        return sum(int(self.state[p][count]) for g in self.param_groups for p in g["params"] if count in self.state[p])
+        return sum(int(self.state.get(p, {}).get(count, 0)) for g in self.param_groups for p in g["params"])
 
 
 def _check_options(group: dict[str, Any]) -> None:
-    if not isinstance(group["lr"], Tensor) and not 0 <= group["lr"] < math.inf:
-        raise ValueError(f"lr must be a finite number >= 0, got {group['lr']!r}")
+    lr = group["lr"]
+    if not isinstance(lr, Tensor) and not (isinstance(lr, int | float) and 0 <= lr < math.inf):
+        raise ValueError(f"lr must be a finite number >= 0, got {lr!r}")
     if not 0 <= group["momentum"] < 1:
         raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']!r}")
     if group["max_angle"] is not None and not group["max_angle"] > 0:
@@ -130,8 +135,10 @@ def _check_subspaces(p: Tensor) -> None:
     if p.is_meta:
         return
     error = float(geometry.orthonormality_error(p.detach()))
-    if not error <= 1e-3:
-        raise ValueError(
-            f"a parameter of shape {tuple(p.shape)} is off the manifold: its rows are orthonormal only to {error:.2g}. "
-            "Pass it through grassy.geometry.orthonormalize, or train it by an ordinary optimizer"
-        )
+    what = f"a parameter of shape {tuple(p.shape)} is off the manifold: its rows are orthonormal only to {error:.2g}"
+    if not error <= REFUSE_ABOVE:
+        raise ValueError(f"{what}. Start from grassy.geometry.random_subspace, or use grassy.geometry.orthonormalize")
+    if error > REPAIR_ABOVE:
+        warnings.warn(f"{what}; it has been re-orthonormalised", stacklevel=5)
+        with torch.no_grad():
+            p.copy_(geometry.orthonormalize(p))

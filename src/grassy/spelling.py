@@ -1,0 +1,10 @@
+"""What a user may have meant by a name that is not known."""
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(name: str, known: Iterable[str], count: int = 1) -> str:
+    """A phrase to append, such as: , did you mean 'x'? It is empty if no known name is close."""
+    close = difflib.get_close_matches(name, list(known), n=count)
+    return f", did you mean {' or '.join(map(repr, close))}?" if close else ""
