@@ -19,7 +19,8 @@ def test_timm_imports_after_it_and_without_it_the_known_error_is_the_only_one():
     if bare.returncode:  # the very error that it acts on
         assert "operator torchvision::nms does not exist" in bare.stderr
     mended = run(
-        "from grassy.torchvision_import import import_torchvision as f; f(); f(); import timm, torchvision.transforms as t;"
+        "from grassy.torchvision_import import import_torchvision as f; f(); f()\n"
+        "import timm, torchvision.transforms as t\n"
         "import torchvision.models; print(timm.create_model('resnet18').num_classes, t.Resize(4))"
     )
     assert mended.returncode == 0, mended.stderr
