@@ -141,6 +141,16 @@ def test_float32_stays_orthonormal_over_20000_steps_with_random_gradients():
     assert worst < 1e-6
 
 
+@pytest.mark.parametrize("n", [768, 8192])
+def test_wide_features_start_and_stay_orthonormal_too(n):
+    w = g.random_subspace(20, 8, n)
+    buffer = torch.zeros_like(w)
+    for _ in range(20):
+        assert g.orthonormality_error(w.double()) < 6e-7  # in float64: the measure itself has no rounding
+        assert g.orthonormality_error(w) < 1e-6
+        ops.geodesic_step(w, 1e-2 * torch.randn_like(w), buffer, 0.1, 0.9)
+
+
 @pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 30.0, 1e4])
 def test_one_float32_step_stays_near_the_float64_step_whatever_its_size(size):
     w = g.random_subspace(50, 8, 257, dtype=F64)

@@ -77,7 +77,7 @@ def orthonormality_error(weight: Tensor) -> Tensor:
     """The largest entry of |W Wᵀ − diag(present)| over all subspaces: 0 on the manifold."""
     weight = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
     with without_autocast(weight):
-        return (weight @ weight.mT - torch.diag_embed(present_rows(weight).to(weight.dtype))).abs().amax()
+        return (gram(weight) - torch.diag_embed(present_rows(weight).to(weight.dtype))).abs().amax()
 
 
 @_in_full_precision
@@ -283,10 +283,21 @@ def _absent_pairs(present: Tensor, other_present: Tensor) -> Tensor:
     return (both & (rank.unsqueeze(-1) == other_rank.unsqueeze(-2))).float()
 
 
+def gram(rows: Tensor, piece: int = 256) -> Tensor:
+    """W Wᵀ, (..., K, K), summed over pieces of the columns.
+
+    One float32 sum over thousands of products is off by 1e-6, which is as much as a basis may be.
+    """
+    first, *rest = rows.split(piece, dim=-1)
+    total = first @ first.mT
+    for columns in rest:
+        total = total + columns @ columns.mT
+    return total
+
+
 def _gram(rows: Tensor) -> Tensor:
     """W Wᵀ with 1 on the diagonal of absent rows, so that it can be factored."""
-    present = present_rows(rows)
-    return rows @ rows.mT + torch.diag_embed((~present).to(rows.dtype))
+    return gram(rows) + torch.diag_embed((~present_rows(rows)).to(rows.dtype))
 
 
 def _qf(rows: Tensor) -> Tensor:
@@ -296,13 +307,14 @@ def _qf(rows: Tensor) -> Tensor:
     are as accurate (Fukaya et al. 2020); a product of lower triangular factors is again one.
     """
     shift = rows.shape[-2] * torch.finfo(rows.dtype).eps
+    eye = torch.eye(rows.shape[-2], dtype=rows.dtype, device=rows.device)
     for scale in (shift, 0.0, 0.0):
-        gram = _gram(rows)
-        gram = gram + torch.diag_embed(
-            scale * gram.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True).expand(gram.shape[:-1])
-        )
-        rows = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), rows, upper=False)
-    return rows.contiguous()  # the solver leaves columns together, which makes every later product slow
+        products = _gram(rows)
+        products = products + scale * products.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] * eye
+        # The inverse is applied by a product: a triangular solve of the rows is less accurate, and slower.
+        inverse = torch.linalg.solve_triangular(torch.linalg.cholesky(products), eye.expand_as(products), upper=False)
+        rows = inverse @ rows
+    return rows
 
 
 def _polar(rows: Tensor) -> Tensor:

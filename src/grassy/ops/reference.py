@@ -109,7 +109,7 @@ def _step(
         h = torch.addcmul(d, m, momentum, out=scratch[0])
     else:
         h = torch.add(d, m, alpha=momentum, out=scratch[0])
-    gram_w = w @ w.mT
+    gram_w = geometry.gram(w)
     overlap = h @ w.mT
     # (2I − WWᵀ) is the inverse of WWᵀ to first order: H ⟂ W even where W is orthonormal only to rounding.
     h.baddbmm_(2 * overlap - overlap @ gram_w, w, alpha=-1)
