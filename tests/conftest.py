@@ -1,8 +1,14 @@
+import os
+import shutil
+import tempfile
+
 import pytest
 import torch
 from hypothesis import settings
 
 from grassy.torchvision_import import import_torchvision
+
+os.environ["GRASSY_CACHE"] = tempfile.mkdtemp(prefix="grassy-tests-")  # tests leave nothing in the user's cache
 
 import_torchvision()  # before any test imports timm
 
@@ -16,3 +22,7 @@ settings.load_profile("grassy")
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+def pytest_unconfigure():
+    shutil.rmtree(os.environ["GRASSY_CACHE"], ignore_errors=True)

@@ -426,7 +426,7 @@ def test_logits_and_their_gradients_agree_with_the_formulas_of_the_design():
 def test_the_reference_can_be_asked_for_by_name():
     w, x = g.random_subspace(C, 2, N), torch.randn(B, N)
     assert torch.equal(ops.subspace_logits(x, w, 5.0, impl="reference"), ops.subspace_logits(x, w, 5.0))
-    assert ops.choose("auto") == "reference"
+    assert ops.choose("auto", w) == "reference"
 
 
 def test_a_head_without_logits_says_what_is_missing():

@@ -240,14 +240,17 @@ def cosm1_sinc(x: Tensor, doublings: int | None = None) -> tuple[Tensor, Tensor]
     otherwise it is read off X, which on a GPU waits for the GPU.
     """
     size = x.diagonal(dim1=-2, dim2=-1).sum(-1)  # the trace: at least the largest eigenvalue
+    terms = len(_TAYLOR[x.dtype][0])
     if doublings is None:
         largest = float(size.max()) if size.numel() else 0.0
         doublings = math.ceil(math.log2(largest) / 2) if 1 < largest < math.inf else 0
+        while terms > 1 and largest ** (2 * terms - 2) / math.factorial(4 * terms - 4) < torch.finfo(x.dtype).eps / 4:
+            terms -= 1  # small angles need fewer
     if doublings:
         needed = (size.log2() / 2).ceil().nan_to_num(nan=0.0, posinf=0.0).clamp(0, doublings)
         x = torch.ldexp(x, -2 * needed[..., None, None])
     # Both polynomials at once, by Horner's rule in X² with two coefficients at a time: a + bX.
-    coefficients = torch.tensor(_TAYLOR[x.dtype], dtype=x.dtype, device=x.device)
+    coefficients = torch.tensor(_TAYLOR[x.dtype], dtype=x.dtype, device=x.device)[:, :terms]
     coefficients = coefficients.reshape(*coefficients.shape, *(1 for _ in x.shape))
     pairs = coefficients[0] * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) + coefficients[1] * x
     squared = x @ x

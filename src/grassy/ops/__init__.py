@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from grassy import geometry
-from grassy.ops import reference
+from grassy.ops import native, reference
 from grassy.ops.reference import autocasts, unit
 
 RETRACTIONS = ("geodesic", "qf")
 TRANSPORTS = ("projection", "parallel")
 
-_IMPLEMENTATIONS = {"reference": reference}
+_IMPLEMENTATIONS = {"reference": reference, "native": native}
 
 
 class StepCounts(NamedTuple):
@@ -28,10 +28,10 @@ class StepCounts(NamedTuple):
     capped: Tensor
 
 
-def choose(impl: str = "auto") -> str:
-    """The name of the implementation that `impl` stands for."""
+def choose(impl: str, weight: Tensor) -> str:
+    """The name of the implementation of the step that `impl` stands for, for such a weight."""
     if impl == "auto":
-        return "reference"
+        return "native" if native.worth_it(weight) else "reference"
     if impl not in _IMPLEMENTATIONS:
         raise ValueError(f"impl must be 'auto' or one of {sorted(_IMPLEMENTATIONS)}, got {impl!r}")
     return impl
@@ -54,7 +54,9 @@ def subspace_logits(
 
     Features are first scaled to length gamma; with ``normalize=False`` they are multiplied by gamma as they are.
     """
-    return _IMPLEMENTATIONS[choose(impl)].subspace_logits(x, weight, gamma, normalize)
+    if impl == "auto":
+        return reference.subspace_logits(x, weight, gamma, normalize)
+    return _IMPLEMENTATIONS[choose(impl, weight)].subspace_logits(x, weight, gamma, normalize)
 
 
 @torch.no_grad()
@@ -88,7 +90,7 @@ def geodesic_step(
             f"need weight and gradient of one shape (C, K, N), got {tuple(weight.shape)} and {tuple(grad.shape)}"
         )
     with geometry.without_autocast(weight):
-        counts = _IMPLEMENTATIONS[choose(impl)].geodesic_step(
+        counts = _IMPLEMENTATIONS[choose(impl, weight)].geodesic_step(
             weight,
             grad,
             momentum_buffer,
