@@ -114,8 +114,8 @@ extern "C" {
 // h = B − B Wᵀ (2I − W Wᵀ) W with B = momentum * m + d, gram_w = W Wᵀ, a = h hᵀ, for each class. m may be null, or be h;
 // then it stays as it is for classes where the result is not finite, which shows in a.
 void tangent(float* h, float* gram_w, float* a, const float* w, const float* d, const float* m, float momentum,
-             long classes, long k, long n) {
-#pragma omp parallel
+             long classes, long k, long n, int threads) {
+#pragma omp parallel num_threads(threads)
   {
     std::vector<float> overlap(k * k), correction(k * k), memory(k * COLUMNS * LANES), rows(k * n);
     float* b = rows.data();
@@ -148,8 +148,8 @@ void tangent(float* h, float* gram_w, float* a, const float* w, const float* d, 
 }
 
 // w = p w + q h for each class, in place.
-void combine(float* w, const float* p, const float* q, const float* h, long classes, long k, long n) {
-#pragma omp parallel
+void combine(float* w, const float* p, const float* q, const float* h, long classes, long k, long n, int threads) {
+#pragma omp parallel num_threads(threads)
   {
     std::vector<float> memory(k * COLUMNS * LANES);
 #pragma omp for schedule(static)

@@ -71,13 +71,14 @@ def _tangent(w: Tensor, d: Tensor, m: Tensor | None, momentum: float | Tensor, h
         None if m is None else _address(m),
         ctypes.c_float(float(momentum)),
         *map(ctypes.c_long, w.shape),
+        torch.get_num_threads(),
     )
     return gram_w, a
 
 
 def _combine(p: Tensor, w: Tensor, q: Tensor, h: Tensor, _: Tensor) -> Tensor:
     p, q, h = p.contiguous(), q.contiguous(), h.contiguous()
-    _functions().combine(*map(_address, (w, p, q, h)), *map(ctypes.c_long, w.shape))
+    _functions().combine(*map(_address, (w, p, q, h)), *map(ctypes.c_long, w.shape), torch.get_num_threads())
     return w
 
 
