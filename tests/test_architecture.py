@@ -12,7 +12,7 @@ PACKAGE = Path(grassy.__file__).parent
 # Each part may use the parts before it, and itself. Parts on one line do not use each other.
 LAYERS = [
     {"criteria", "spelling", "subspaces", "torchvision_import"},
-    {"geometry"},
+    {"geometry", "paper"},
     {"ops"},
     {"heads", "optim"},
     {"loss", "surgery", "analysis", "transfer"},

@@ -91,3 +91,76 @@ def test_a_compiled_model_trains():
     assert torch.allclose(
         grassy.classification_loss(compiled, x, y), grassy.classification_loss(model, x, y), atol=1e-2
     )
+
+
+@pytest.mark.parametrize("shape", [(1000, 8, 512), (37, 8, 1000), (5, 1, 7), (21, 5, 384), (3, 4, 2048)])
+@pytest.mark.parametrize("transport", ["projection", "parallel"])
+def test_the_kernel_agrees_with_the_reference_in_float64(shape, transport):
+    w = g.random_subspace(*shape, device="cuda")
+    assert ops.choose("auto", w) == "triton"
+    d = 0.3 * torch.randn_like(w)
+    m = g.project(w, 0.3 * torch.randn_like(w))
+    d[1] = float("nan")
+    results = []
+    for impl, dtype in (("triton", torch.float32), ("reference", F64)):
+        moved, buffer = w.to(dtype, copy=True), m.to(dtype, copy=True)
+        lr = torch.tensor(0.05, device="cuda")
+        counts = ops.geodesic_step(moved, d.to(dtype), buffer, lr, 0.9, transport=transport, impl=impl)
+        results.append((moved.double(), buffer.double(), int(counts.skipped)))
+    (a, m1, skipped), (b, m2, expected) = results
+    assert skipped == expected == 1
+    assert g.distance(a, b).max() < 2e-6
+    assert (m1 - m2).abs().max() < 1e-5
+    assert g.orthonormality_error(a) < 1e-6
+
+
+def test_the_kernel_keeps_subspaces_orthonormal_over_thousands_of_steps():
+    w = g.random_subspace(20, 8, 64, device="cuda")
+    m = torch.zeros_like(w)
+    for _ in range(5000):
+        ops.geodesic_step(w, torch.randn_like(w), m, 0.1, 0.9, impl="triton")
+    assert g.orthonormality_error(w) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "head",
+    [{"name": "linear"}, {"name": "grassmann", "k": 2, "gamma": 8.0}, {"name": "grassmann", "k": 12, "gamma": 8.0}],
+    ids=["linear", "kernel", "reference"],
+)
+def test_a_captured_run_follows_one_that_is_not(tmp_path, head, monkeypatch):
+    from grassy.training.loop import Run, train
+    from training_cases import tiny_arrays, tiny_recipe
+
+    data = tiny_arrays(tmp_path / "data", images=200)
+    recipe = tiny_recipe(head=head, amp="off", torchcompile="off", epochs=3, lr=0.01)
+    assert Run(recipe, data, tmp_path / "probe", "", _process()).captured
+    one = train(recipe, data, tmp_path / "captured", quiet=True)
+    monkeypatch.setattr(Run, "_can_be_captured", lambda run: False)
+    other = train(recipe, data, tmp_path / "eager", quiet=True)
+    for captured, eager in zip(one.rows, other.rows, strict=True):
+        assert captured["train_loss"] == pytest.approx(eager["train_loss"], rel=1e-3)
+        assert captured["lr"] == pytest.approx(eager["lr"])
+
+
+def test_a_captured_run_goes_on_after_an_interruption_and_stops_at_a_nan(tmp_path, monkeypatch):
+    from grassy.training.loop import Run, TrainingStopped, train
+    from training_cases import tiny_arrays, tiny_recipe
+
+    data = tiny_arrays(tmp_path / "data", images=200)
+    recipe = tiny_recipe(torchcompile="off", epochs=3, lr=0.01)
+    whole = train(recipe, data, tmp_path / "whole", quiet=True)
+    original, seen = Run._should_stop, []
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_should_stop", lambda run, told: seen.append(0) or len(seen) == 40 or original(run, told))
+        train(recipe, data, tmp_path / "parts", quiet=True)
+    parts = train(recipe, data, tmp_path / "parts", resume="auto", quiet=True)
+    assert [row["epoch"] for row in parts.rows] == [0, 1, 2]
+    assert parts.rows[-1]["train_loss"] == pytest.approx(whole.rows[-1]["train_loss"], rel=0.02)
+    with pytest.raises(TrainingStopped, match="not finite at update"):
+        train(recipe.changed({"lr": 1e30, "head": {"name": "linear"}}), data, tmp_path / "nan", quiet=True)
+
+
+def _process():
+    from grassy.training.distributed import Process
+
+    return Process(torch.device("cuda", 0))

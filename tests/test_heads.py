@@ -435,3 +435,11 @@ def test_a_head_without_logits_says_what_is_missing():
 
     with pytest.raises(NotImplementedError, match="Empty must define logits"):
         Empty(N, C)(torch.randn(1, N))
+
+
+@pytest.mark.parametrize("name", sorted(HEADS))
+def test_a_feature_that_is_not_finite_shows_in_the_logits(name):
+    features = torch.randn(3, 16)
+    features[1, 2] = float("nan")
+    logits = grassy.create_head(name, 16, 4).eval()(features)
+    assert logits.isfinite().all(-1).tolist() == [True, False, True]

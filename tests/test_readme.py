@@ -1,10 +1,14 @@
 """Every code block of the README and the docs runs; every command named there exists."""
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from training_cases import tiny_folders
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,3 +37,22 @@ def test_the_make_targets_and_files_that_a_page_names_exist(page):
     if page.name == "README.md":
         assert {"demo", "test"} <= targets
         assert len(links) > 3
+
+
+def test_the_four_lines_of_the_readme_lead_from_installing_to_predictions(tmp_path):
+    (block,) = [block for block in blocks(PAGES[0], "bash") if "grassy train" in block]
+    install, *commands = block.splitlines()
+    assert len(commands) == 3
+    tiny_folders(tmp_path / "photos", images=4, classes=("cat", "dog"), size=40)
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    # Everything is installed already: the resolver is asked whether it would all fit.
+    dry = f"{sys.executable} -m {install} --dry-run --no-build-isolation --quiet"
+    resolved = subprocess.run(dry, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if "hatchling" in resolved.stderr:
+        pytest.skip("hatchling, which builds the package, is not installed")
+    assert resolved.returncode == 0, resolved.stderr
+    for command in commands:
+        run = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+    assert (tmp_path / "runs" / "resnet50-grassmann" / "model_best.safetensors").is_file()
+    assert run.stdout.count("photos/val/") == 4

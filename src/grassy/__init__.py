@@ -5,6 +5,7 @@ from grassy.heads import GrassmannHead, Head, LinearHead, create_head
 from grassy.loss import classification_loss
 from grassy.optim import AveragedModel, RiemannianSGD, clip_grad_norm_, make_optimizer
 from grassy.surgery import replace_head
+from grassy.training.checkpoint import load
 
 __version__ = "0.1.0"
 
@@ -18,6 +19,7 @@ __all__ = [
     "clip_grad_norm_",
     "create_criterion",
     "create_head",
+    "load",
     "make_optimizer",
     "replace_head",
 ]

@@ -6,6 +6,8 @@ one line on stderr and exit code 2.
 
 import argparse
 import dataclasses
+import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,15 +36,135 @@ def run_demo(args: argparse.Namespace) -> None:
     demo.run(args.output, settings)
 
 
-COMMANDS: tuple[Callable[["argparse._SubParsersAction[Parser]"], None], ...] = (add_demo,)
+def add_train(commands: "argparse._SubParsersAction[Parser]") -> None:
+    parser = commands.add_parser("train", help="train what a recipe says, on one GPU, on many (torchrun), or on a CPU")
+    parser.add_argument("recipe", help="name of a recipe (`grassy recipes` lists them) or a YAML file")
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="fields of the recipe to change: lr=0.05 head.k=4"
+    )
+    parser.add_argument("--data-dir", type=Path, help="class folders in train and val, tars, or train.npz and test.npz")
+    parser.add_argument("--output", type=Path, help="folder of the run (default: runs/RECIPE)")
+    parser.add_argument("--resume", default="", metavar="auto|PATH", help="go on with the run in --output, or another")
+    parser.add_argument("--initial-checkpoint", metavar="PATH", help="weights to begin with")
+    for flag, kind in (("--seed", int), ("--epochs", int), ("--batch-size", int), ("--lr", float), ("--workers", int)):
+        parser.add_argument(flag, type=kind, help=f"the recipe's {flag[2:].replace('-', '_')}")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.set_defaults(run=run_train, extra="train")
+
+
+def run_train(args: argparse.Namespace) -> int:
+    from grassy.training.loop import TrainingStopped, train
+    from grassy.training.recipe import load_recipe
+
+    flags = ("seed", "epochs", "batch_size", "lr", "workers", "initial_checkpoint")
+    given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
+    recipe = load_recipe(args.recipe, args.settings).changed(given)
+    output = args.output or Path("runs") / Path(args.recipe).stem
+    try:
+        state = train(recipe, args.data_dir, output, args.resume, args.device)
+    except TrainingStopped as error:
+        return _fail(str(error), code=1)
+    if state.epoch == recipe.epochs and int(os.environ.get("RANK", 0)) == 0:
+        print(f"best top-1 {state.best:.2f}; weights, records and curves are in {output}")
+    return 0
+
+
+def add_validate(commands: "argparse._SubParsersAction[Parser]") -> None:
+    parser = commands.add_parser("validate", help="accuracy of a trained model on labelled images")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="the folder of a run, or its .safetensors file")
+    parser.add_argument("--data-dir", type=Path, help="as for train")
+    parser.add_argument("--split", help="of the data (default: the recipe's val_split)")
+    parser.add_argument("--dataset", help="default: the recipe's")
+    parser.add_argument("--batch-size", type=int, help="images at a time")
+    parser.add_argument("--workers", type=int, help="processes that read images")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run_validate, extra="train")
+
+
+def run_validate(args: argparse.Namespace) -> None:
+    from grassy.training.validate import validate
+
+    result = validate(
+        args.checkpoint, args.data_dir, args.split, args.dataset, args.batch_size, args.workers, args.device
+    )
+    print(json.dumps(result.to_dict()) if args.json else result)
+
+
+def add_recipes(commands: "argparse._SubParsersAction[Parser]") -> None:
+    parser = commands.add_parser("recipes", help="list the recipes, with the paper's figures, or show one in full")
+    parser.add_argument("pattern", nargs="?", default="", help="part of a name, or a pattern such as 'resnet50d-*'")
+    parser.add_argument("--show", action="store_true", help="print the recipe of that name, all fields, as YAML")
+    parser.set_defaults(run=run_recipes, extra="train")
+
+
+def run_recipes(args: argparse.Namespace) -> None:
+    from grassy.training import listing
+
+    if args.show:
+        print(listing.show(args.pattern))
+    else:
+        print(listing.table(args.pattern))
+        print("top-1, top-5 (ImageNet) and SVM (mean of six data sets) are the paper's; a run's own are in summary.csv")
+
+
+def add_predict(commands: "argparse._SubParsersAction[Parser]") -> None:
+    parser = commands.add_parser("predict", help="classify images that have no labels")
+    parser.add_argument(
+        "images", nargs="+", type=Path, metavar="IMAGE_OR_FOLDER", help="folders are searched for images"
+    )
+    parser.add_argument("--checkpoint", type=Path, required=True, help="the folder of a run, or its .safetensors file")
+    parser.add_argument("--topk", type=int, default=5, help="how many classes to give for an image (default: 5)")
+    parser.add_argument("--output", type=Path, help="a .csv or .jsonl file; without it, lines on the terminal")
+    parser.add_argument("--batch-size", type=int, default=64, help="images at a time (default: 64)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.set_defaults(run=run_predict, extra="train")
+
+
+def run_predict(args: argparse.Namespace) -> None:
+    from grassy.training.predict import check_output, find_images, predict, write_predictions
+
+    check_output(args.output)
+    files = find_images(args.images)
+    predictions = predict(args.checkpoint, files, args.topk, args.batch_size, args.device)
+    if write_predictions(predictions, args.output, total=len(files)) == len(files):
+        raise ValueError("none of the images could be read")
+
+
+def add_export(commands: "argparse._SubParsersAction[Parser]") -> None:
+    parser = commands.add_parser("export", help="write a trained model as one ONNX or .pt2 file")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="the folder of a run, or its .safetensors file")
+    parser.add_argument("--output", type=Path, required=True, help="the file to write: .onnx, or .pt2 for torch.export")
+    parser.add_argument(
+        "--batch-size", default="dynamic", help="dynamic (any number of images, the default) or a number"
+    )
+    parser.add_argument("--opset", type=int, help="of ONNX (default: torch's choice)")
+    parser.set_defaults(run=run_export, extra="export")
+
+
+def run_export(args: argparse.Namespace) -> None:
+    from grassy.training.export import export
+
+    batch = int(args.batch_size) if args.batch_size.isdecimal() else args.batch_size
+    export(args.checkpoint, args.output, batch, args.opset)
+
+
+COMMANDS: tuple[Callable[["argparse._SubParsersAction[Parser]"], None], ...] = (
+    add_demo,
+    add_train,
+    add_validate,
+    add_predict,
+    add_export,
+    add_recipes,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     args = argparse.Namespace(command=None)
     try:
-        args = make_parser().parse_args(argv)
-        args.run(args)
+        args = _parse(argv)
+        return args.run(args) or 0
     except ModuleNotFoundError as error:
         module = (error.name or "").split(".")[0]
         if module in ("", "grassy"):
@@ -51,12 +173,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"{needs}: pip install 'grassy[{args.extra}]'")
     except (ValueError, TypeError) as error:
         return _fail(str(error))
+    except BrokenPipeError:  # the reader of our output, such as head, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # 128 + SIGPIPE
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except KeyboardInterrupt:
         print("grassy: interrupted", file=sys.stderr)
         return 130  # 128 + SIGINT, as shells have it
-    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parsed arguments. argparse takes key=value only right after the recipe: those further on are collected here."""
+    parser = make_parser()
+    args, rest = parser.parse_known_args(argv)
+    late = [word for word in rest if "=" in word and not word.startswith("-")] if hasattr(args, "settings") else []
+    unknown = [word for word in rest if word not in late]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if late:
+        args.settings += late
+    return args
 
 
 class Parser(argparse.ArgumentParser):
@@ -75,6 +212,6 @@ def make_parser() -> Parser:
     return parser
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, code: int = 2) -> int:
     print("grassy: error:", " ".join(message.split()), file=sys.stderr)  # one line, whatever a library's message holds
-    return 2
+    return code

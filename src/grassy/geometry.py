@@ -250,9 +250,13 @@ def cosm1_sinc(x: Tensor, doublings: int | None = None) -> tuple[Tensor, Tensor]
         needed = (size.log2() / 2).ceil().nan_to_num(nan=0.0, posinf=0.0).clamp(0, doublings)
         x = torch.ldexp(x, -2 * needed[..., None, None])
     # Both polynomials at once, by Horner's rule in X² with two coefficients at a time: a + bX.
-    coefficients = torch.tensor(_TAYLOR[x.dtype], dtype=x.dtype, device=x.device)[:, :terms]
-    coefficients = coefficients.reshape(*coefficients.shape, *(1 for _ in x.shape))
-    pairs = coefficients[0] * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) + coefficients[1] * x
+    # The numbers go in as scalars: a tensor of them would have to be copied to a GPU, which a CUDA graph refuses.
+    eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    even, odd = _TAYLOR[x.dtype]
+    pairs = [
+        torch.stack([a * eye + b * x for a, b in zip(constant, linear, strict=True)])
+        for constant, linear in zip(even[:terms], odd[:terms], strict=True)
+    ]
     squared = x @ x
     result = pairs[-1]
     for pair in reversed(pairs[:-1]):

@@ -1,6 +1,7 @@
 """Class representations, one file each, under one contract and one registry."""
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from grassy.heads.arcface import ArcFaceHead
@@ -26,6 +27,12 @@ HEADS: dict[str, type[Head]] = {
 
 def create_head(name: str, in_features: int, num_classes: int, **options: Any) -> Head:
     """The head registered under `name`; an unknown name or option raises and lists what is known."""
+    check_head_options(name, options)
+    return HEADS[name](in_features, num_classes, **options)
+
+
+def check_head_options(name: str, options: Iterable[str]) -> None:
+    """Raise a ValueError for an unknown head or an option that it does not have."""
     if name not in HEADS:
         raise ValueError(f"unknown head {name!r}{nearest(name, HEADS)}; known heads: {', '.join(sorted(HEADS))}")
     known = [p for p in inspect.signature(HEADS[name]).parameters if p not in ("in_features", "num_classes")]
@@ -34,7 +41,6 @@ def create_head(name: str, in_features: int, num_classes: int, **options: Any) -
             raise ValueError(
                 f"head {name!r} has no option {option!r}{nearest(option, known)}; its options: {', '.join(known)}"
             )
-    return HEADS[name](in_features, num_classes, **options)
 
 
 __all__ = [
@@ -49,5 +55,6 @@ __all__ = [
     "MultiHead",
     "SoftTripleHead",
     "SubcenterArcFaceHead",
+    "check_head_options",
     "create_head",
 ]

@@ -3,19 +3,26 @@
 `impl="auto"` takes the fastest implementation that fits the tensors; naming one asks for that one or an error.
 """
 
+import functools
+import importlib
+import importlib.util
+import os
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grassy import geometry
-from grassy.ops import native, reference
+from grassy.ops import native
 from grassy.ops.reference import autocasts, unit
+from grassy.ops.reference import subspace_logits as reference_logits
 
 RETRACTIONS = ("geodesic", "qf")
 TRANSPORTS = ("projection", "parallel")
 
-_IMPLEMENTATIONS = {"reference": reference, "native": native}
+#: In which file each implementation is; loaded when it is first used.
+_IMPLEMENTATIONS = {"reference": "reference", "native": "native", "triton": "triton_step"}
 
 
 class StepCounts(NamedTuple):
@@ -31,10 +38,25 @@ class StepCounts(NamedTuple):
 def choose(impl: str, weight: Tensor) -> str:
     """The name of the implementation of the step that `impl` stands for, for such a weight."""
     if impl == "auto":
+        if weight.device.type == "cuda" and _triton_is_here() and _load("triton").fits(weight):
+            return "triton"
         return "native" if native.worth_it(weight) else "reference"
     if impl not in _IMPLEMENTATIONS:
         raise ValueError(f"impl must be 'auto' or one of {sorted(_IMPLEMENTATIONS)}, got {impl!r}")
+    if impl == "triton" and not _triton_is_here():
+        raise RuntimeError("impl='triton' cannot be used here: triton is not installed (it comes with torch for GPUs)")
+    if impl == "triton" and weight.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("impl='triton' needs a GPU, or TRITON_INTERPRET=1 in the environment from the start")
     return impl
+
+
+def _load(name: str) -> ModuleType:
+    return importlib.import_module(f"grassy.ops.{_IMPLEMENTATIONS[name]}")
+
+
+@functools.cache
+def _triton_is_here() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def check_step_options(retraction: str, transport: str) -> None:
@@ -54,9 +76,9 @@ def subspace_logits(
 
     Features are first scaled to length gamma; with ``normalize=False`` they are multiplied by gamma as they are.
     """
-    if impl == "auto":
-        return reference.subspace_logits(x, weight, gamma, normalize)
-    return _IMPLEMENTATIONS[choose(impl, weight)].subspace_logits(x, weight, gamma, normalize)
+    if impl != "auto":  # there is one implementation so far, under all names
+        choose(impl, weight)
+    return reference_logits(x, weight, gamma, normalize)
 
 
 @torch.no_grad()
@@ -90,7 +112,7 @@ def geodesic_step(
             f"need weight and gradient of one shape (C, K, N), got {tuple(weight.shape)} and {tuple(grad.shape)}"
         )
     with geometry.without_autocast(weight):
-        counts = _IMPLEMENTATIONS[choose(impl, weight)].geodesic_step(
+        counts = _load(choose(impl, weight)).geodesic_step(
             weight,
             grad,
             momentum_buffer,

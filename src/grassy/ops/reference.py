@@ -4,7 +4,6 @@ Shapes: B batch, C classes, K subspace dimension, N feature dimension. Weight, g
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ def unit(x: Tensor) -> Tensor:
     """Vectors (..., N) scaled to length 1, in at least float32; a zero vector stays zero and gets no gradient."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.where(length > 0, x / length.clamp_min(torch.finfo(x.dtype).tiny), 0)
+    return torch.where(length == 0, 0, x / length.clamp_min(torch.finfo(x.dtype).tiny))  # a NaN stays one
 
 
 def autocasts(x: Tensor) -> bool:
@@ -54,21 +53,15 @@ def geodesic_step(
     transport: str,
     max_angle: float | None,
     maximize: bool,
-    tangent: Callable[..., tuple[Tensor, Tensor]] | None = None,
-    combine: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One step of Algorithm 1 in place, a block of classes at a time; returns the counts (skipped, capped).
 
     A block is small enough to stay in a CPU's cache between the passes over it, and bounds the extra memory.
-    `tangent` and `combine` replace the two functions of these names, the passes over the data. They keep a class in the
-    cache by themselves and work in place, so blocks may be larger: `tangent` may fill the momentum itself with H, as
-    long as it leaves that of classes alone which are not finite.
     """
     skipped = torch.zeros((), dtype=torch.int64, device=weight.device)
     capped = skipped.clone()
-    in_place = combine is not None and momentum_buffer is not None
-    size = _classes_in_a_block(weight, cached=combine is None, scratch=not in_place or maximize)
-    scratch = torch.empty((2, *weight[: 0 if in_place else size].shape), dtype=weight.dtype, device=weight.device)
+    size = _classes_in_a_block(weight)
+    scratch = torch.empty((2, *weight[:size].shape), dtype=weight.dtype, device=weight.device)
     for start in range(0, weight.shape[0], size):
         w, d = weight[start : start + size], grad[start : start + size].to(weight.dtype)
         m = None if momentum_buffer is None else momentum_buffer[start : start + size]
@@ -81,10 +74,8 @@ def geodesic_step(
             retraction=retraction,
             transport=transport,
             max_angle=max_angle,
-            h=m if in_place and m is not None else scratch[0, : w.shape[0]],
-            out=w if in_place else scratch[1, : w.shape[0]],
-            tangent=tangent or _tangent,
-            combine=combine or _combine,
+            h=scratch[0, : w.shape[0]],
+            out=scratch[1, : w.shape[0]],
         )
         w.copy_(new_w)
         if m is not None:
@@ -106,8 +97,6 @@ def _step(
     max_angle: float | None,
     h: Tensor,
     out: Tensor,
-    tangent: Callable[..., tuple[Tensor, Tensor]],
-    combine: Callable[..., Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """New weight and momentum of some classes, and per class whether it was finite and within the largest angle.
 
@@ -117,7 +106,7 @@ def _step(
     geodesic in the Gram form of `geometry.geodesic`, and step 5 one Newton–Schulz iteration towards the polar factor,
     taken in every step: being K x K arithmetic it costs next to nothing, and the error never builds up.
     """
-    gram_w, a = tangent(w, d, m, momentum, h)
+    gram_w, a = _tangent(w, d, m, momentum, h)
     present = (gram_w.diagonal(dim1=-2, dim2=-1) > 0).to(w.dtype)
     if _any(present == 0):
         h.mul_(present.unsqueeze(-1))
@@ -143,7 +132,7 @@ def _step(
         gram = p @ gram_w @ p + q @ a @ q
         polar = torch.where(energy > 0, 1.5 * eye - 0.5 * gram, eye)
         new_m = h if transport == "projection" else torch.bmm(p, h).baddbmm_(tau * (a @ sinc), w)
-        new_w = combine(polar @ p, w, polar @ q, h, out)
+        new_w = torch.bmm(polar @ p, w, out=out).baddbmm_(polar @ q, h)
         large = lr**2 * energy > 1
         if _any(large):  # for turns of a radian and more, rounding in A is felt: look at the result itself
             new_w = torch.where(large, 1.5 * eye - 0.5 * (new_w @ new_w.mT), eye) @ new_w
@@ -166,11 +155,6 @@ def _tangent(w: Tensor, d: Tensor, m: Tensor | None, momentum: float | Tensor, h
     # (2I − WWᵀ) is the inverse of WWᵀ to first order: H ⟂ W even where W is orthonormal only to rounding.
     h.baddbmm_(2 * overlap - overlap @ gram_w, w, alpha=-1)
     return gram_w, h @ h.mT
-
-
-def _combine(p: Tensor, w: Tensor, q: Tensor, h: Tensor, out: Tensor) -> Tensor:
-    """P W + Q H, in `out`."""
-    return torch.bmm(p, w, out=out).baddbmm_(q, h)
 
 
 def _largest_eigenvalue(a: Tensor, squarings: int = 8) -> Tensor:
@@ -196,15 +180,10 @@ def _any(mask: Tensor) -> bool:
     return mask.device.type != "cpu" or bool(mask.any())
 
 
-def _classes_in_a_block(weight: Tensor, cached: bool = True, scratch: bool = True) -> int:
+def _classes_in_a_block(weight: Tensor) -> int:
     """How many classes to take at a time.
 
-    On a CPU, of a large weight, two blocks of scratch are below a tenth; without scratch a few blocks serve to bound
-    the K x K matrices. Blocks that are to stay in the cache have at most 4 MiB. On a GPU they have 256 MiB.
+    On a CPU a block has at most 4 MiB, and of a large weight two blocks are below a tenth. On a GPU it has 256 MiB.
     """
-    if weight.device.type != "cpu":
-        budget = 2**28
-    else:
-        budget = max(2**20, weight.nbytes // (22 if scratch else 4))
-        budget = min(budget, 2**22) if cached else budget
+    budget = min(max(2**20, weight.nbytes // 22), 2**22) if weight.device.type == "cpu" else 2**28
     return max(1, budget * weight.shape[0] // max(1, weight.nbytes))

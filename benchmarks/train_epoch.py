@@ -1,0 +1,135 @@
+"""What an epoch of a recipe costs, beside the same recipe with a linear head and beside the bare work.
+
+    python -m benchmarks.train_epoch --data-dir DATA            CIFAR-100, ResNet-18: on a GPU
+    python -m benchmarks.train_epoch --digits                   scikit-learn's digits: on a CPU
+
+The bare work is forward, backward and step of the same model and optimizer on one batch that is already prepared, in a
+plain loop of PyTorch (captured in a CUDA graph if the run captures its own). It is timed after every epoch of the run,
+for as many updates as an epoch has, so that both see the same state of the machine. The two heads take turns as well.
+The first epochs, in which kernels are compiled, do not count.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import grassy
+from grassy.training import build
+from grassy.training.distributed import Process, find_device
+from grassy.training.journal import environment
+from grassy.training.loop import Run
+from grassy.training.recipe import load_recipe
+from grassy.training.resident import ResidentLoader
+
+HEADS: dict[str, dict[str, Any]] = {
+    "linear": {"name": "linear"},
+    "grassmann": {"name": "grassmann", "k": 8, "gamma": 25.0},
+}
+
+
+class MeasuredRun(Run):
+    """Notes how long each epoch took, and how long the bare work takes right after it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.epoch_seconds: list[float] = []
+        self.bare_seconds: list[float] = []
+        self.bare: Callable[[], None] | None = None
+
+    def _finish_epoch(self, begin: float, updates: int) -> None:
+        super()._finish_epoch(begin, updates)
+        self.epoch_seconds.append(self.state.rows[-1]["seconds"])
+        if self.bare is None:
+            self.bare = bare_update(self)
+        self.model.train()
+        _wait(self.device)
+        start = time.monotonic()
+        for _ in range(updates):
+            self.bare()
+        _wait(self.device)
+        self.bare_seconds.append(time.monotonic() - start)
+
+
+def bare_update(run: Run) -> Callable[[], None]:
+    """Forward, backward and step on a fixed batch, on copies of nothing: the run's own model, with a rate of 0."""
+    loader = run.data.train
+    assert isinstance(loader, ResidentLoader)
+    images, labels = run.update.prepare(*loader.assemble(next(loader.plans(0))[0]))
+    model = torch.compile(run.model) if build.compiles(run.recipe, run.device) else run.model
+    optimizer = build.build_optimizer(run.recipe, run.model, run.device, run.captured)
+    for group in optimizer.param_groups:  # it must not move the weights that the run is training
+        group["lr"] = torch.zeros((), device=run.device) if run.captured else 0.0
+        group["weight_decay"] = 0.0
+
+    def update() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(run.device.type, run.amp_dtype, enabled=run.amp_dtype is not None):
+            loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+
+    if not run.captured:
+        return update
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            update()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        update()
+    return graph.replay
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--digits", action="store_true")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=Path("runs/bench/train_epoch.json"))
+    args = parser.parse_args()
+    device = find_device("auto")
+    times: dict[str, dict[str, list[float]]] = {name: {"epoch": [], "bare": []} for name in HEADS}
+    for turn in range(args.turns):
+        for name, head in HEADS.items():
+            recipe = load_recipe("digits-grassmann" if args.digits else "cifar100-resnet18-grassmann")
+            recipe = recipe.changed(
+                {"head": head, "epochs": args.epochs, "warmup_epochs": 0, "val_interval": args.epochs}
+            )
+            folder = args.output.parent / f"train_epoch-{name}-{turn}-{time.time_ns()}"
+            run = MeasuredRun(recipe, args.data_dir, folder, "", Process(device), True)
+            run.train()
+            run.close()
+            times[name]["epoch"] += run.epoch_seconds[1:]
+            times[name]["bare"] += run.bare_seconds[1:]
+    medians = {
+        name: {kind: statistics.median(values) for kind, values in kinds.items()} for name, kinds in times.items()
+    }
+    for name, row in medians.items():
+        over = row["epoch"] / row["bare"] - 1
+        print(f"{name:10} epoch {row['epoch']:.3f} s, bare {row['bare']:.3f} s: the loop costs {100 * over:+.1f} %")
+    ratio = medians["grassmann"]["epoch"] / medians["linear"]["epoch"] - 1
+    print(f"grassmann against linear: {100 * ratio:+.1f} %")
+    facts = {**environment(device), "grassy": grassy.__version__, "threads": torch.get_num_threads()}
+    result = {**facts, "data": "digits" if args.digits else "CIFAR-100", "medians": medians, "seconds": times}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"Saved {args.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""The step of small classes on a GPU: one launch, one program a class, everything in registers.
+
+A class fits if its block of K x N numbers, both rounded up to powers of two, has at most `MAX_ELEMENTS`. Larger ones go
+to the reference. The arithmetic is float32 throughout, and follows `reference._step` line by line. With
+TRITON_INTERPRET=1 the kernel runs, slowly, on tensors of the CPU.
+
+Learning rate and momentum may be tensors on the device, and nothing is read back: the step can live in a CUDA graph.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grassy.ops import reference
+from grassy.ops.reference import MAX_DOUBLINGS
+
+__all__ = ["fits", "geodesic_step"]
+
+#: Two such blocks, the weight and the tangent vector, in the registers of at most eight warps.
+MAX_ELEMENTS = 8192
+#: The loops over rows are unrolled: with 16 of them the kernel takes minutes to compile.
+MAX_ROWS = 8
+
+
+def fits(weight: Tensor) -> bool:
+    """Whether the kernel takes a weight of this shape, dtype and layout."""
+    _, k, n = weight.shape
+    small = triton.next_power_of_2(k) * triton.next_power_of_2(n) <= MAX_ELEMENTS and k <= MAX_ROWS
+    return small and weight.dtype == torch.float32 and weight.is_contiguous() and weight.numel() > 0
+
+
+def geodesic_step(
+    weight: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor | None,
+    lr: float | Tensor,
+    momentum: float | Tensor,
+    *,
+    retraction: str,
+    transport: str,
+    max_angle: float | None,
+    maximize: bool,
+) -> tuple[Tensor, Tensor]:
+    """`reference.geodesic_step` in one launch."""
+    if retraction == "qf" or not fits(weight) or (momentum_buffer is not None and not momentum_buffer.is_contiguous()):
+        return reference.geodesic_step(
+            weight,
+            grad,
+            momentum_buffer,
+            lr,
+            momentum,
+            retraction=retraction,
+            transport=transport,
+            max_angle=max_angle,
+            maximize=maximize,
+        )
+    classes, k, n = weight.shape
+    counts = torch.zeros(2, dtype=torch.int64, device=weight.device)
+    rows, columns = triton.next_power_of_2(k), triton.next_power_of_2(n)
+    _step[(classes,)](
+        weight,
+        grad.contiguous(),
+        weight if momentum_buffer is None else momentum_buffer,
+        counts,
+        lr,
+        momentum,
+        float("inf") if max_angle is None else max_angle,
+        k,
+        n,
+        K=rows,
+        N=columns,
+        HAS_MOMENTUM=momentum_buffer is not None,
+        LR_ON_DEVICE=isinstance(lr, Tensor),
+        MOMENTUM_ON_DEVICE=isinstance(momentum, Tensor),
+        CAPPED=max_angle is not None,
+        PARALLEL=transport == "parallel",
+        MAXIMIZE=maximize,
+        LARGEST=float(2**MAX_DOUBLINGS),
+        num_warps=max(1, min(8, rows * columns // 1024)),
+    )
+    return counts[0], counts[1]
+
+
+@triton.jit
+def _step(
+    weight_pointer,
+    grad_pointer,
+    momentum_pointer,
+    counts_pointer,
+    lr,
+    momentum,
+    max_angle,
+    k,
+    n,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    HAS_MOMENTUM: tl.constexpr,
+    LR_ON_DEVICE: tl.constexpr,
+    MOMENTUM_ON_DEVICE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PARALLEL: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    rate = tl.load(lr).to(tl.float32) if LR_ON_DEVICE else lr
+    mu = tl.load(momentum).to(tl.float32) if MOMENTUM_ON_DEVICE else momentum
+    row = tl.arange(0, K)
+    column = tl.arange(0, N)
+    eye = (row[:, None] == row[None, :]).to(tl.float32)
+    inside = (row[:, None] < k) & (column[None, :] < n)
+    place = tl.program_id(0).to(tl.int64) * k * n + row[:, None] * n + column[None, :]
+
+    # Steps 1 to 3 of Algorithm 1: B = μM + D, projected.
+    w = tl.load(weight_pointer + place, inside, other=0.0)
+    h = tl.load(grad_pointer + place, inside, other=0.0).to(tl.float32)
+    if MAXIMIZE:
+        h = -h
+    if HAS_MOMENTUM:
+        h += mu * tl.load(momentum_pointer + place, inside, other=0.0).to(tl.float32)
+    gram_w = _gram(w, w, row, K)
+    overlap = _gram(h, w, row, K)
+    h -= _times(2 * overlap - _dot(overlap, gram_w), w, row, K)
+    present = tl.sum(gram_w * eye, axis=1) > 0
+    h = tl.where(present[:, None], h, 0.0)
+    a = _gram(h, h, row, K)
+
+    energy = tl.sum(tl.sum(a * eye, axis=1), axis=0)  # ‖H‖²; a NaN or Inf anywhere shows here
+    if energy - energy == 0:
+        speed = tl.sqrt(energy)
+        if CAPPED:
+            speed = _largest_singular_value(a)
+        limit = tl.minimum(LARGEST, max_angle)
+        tau = rate
+        if rate * speed > limit:
+            tau = limit / speed
+            tl.atomic_add(counts_pointer + 1, 1)
+
+        # Step 4, the geodesic, with step 5 folded in: W' = polar (P W + Q H).
+        cosm1, sinc = _cosm1_sinc(tau * tau * a, eye)
+        p = cosm1 + eye
+        q = -tau * sinc
+        if HAS_MOMENTUM:
+            if PARALLEL:
+                moved = _times(p, h, row, K) + _times(tau * _dot(a, sinc), w, row, K)
+                tl.store(momentum_pointer + place, moved, inside)
+            else:
+                tl.store(momentum_pointer + place, h, inside)
+        if energy > 0:  # a class that does not move is left alone, to the bit
+            gram = _dot(_dot(p, gram_w), p) + _dot(_dot(q, a), q)
+            polar = 1.5 * eye - 0.5 * gram
+            new = _times(_dot(polar, p), w, row, K) + _times(_dot(polar, q), h, row, K)
+            if rate * rate * energy > 1:  # rounding in A is felt: look at the result itself
+                new = _times(1.5 * eye - 0.5 * _gram(new, new, row, K), new, row, K)
+            tl.store(weight_pointer + place, new, inside)
+    else:
+        tl.atomic_add(counts_pointer, 1)
+
+
+@triton.jit
+def _gram(a, b, row, K: tl.constexpr):
+    """A Bᵀ, (K, K), of blocks (K, N)."""
+    result = tl.zeros([K, K], tl.float32)
+    for j in tl.static_range(K):
+        b_j = tl.sum(tl.where(row[:, None] == j, b, 0.0), axis=0)
+        result += tl.where(row[None, :] == j, tl.sum(a * b_j[None, :], axis=1)[:, None], 0.0)
+    return result
+
+
+@triton.jit
+def _times(p, w, row, K: tl.constexpr):
+    """P W, (K, N), of a (K, K) and a (K, N) block."""
+    result = tl.zeros_like(w)
+    for j in tl.static_range(K):
+        w_j = tl.sum(tl.where(row[:, None] == j, w, 0.0), axis=0)
+        p_j = tl.sum(tl.where(row[None, :] == j, p, 0.0), axis=1)
+        result += p_j[:, None] * w_j[None, :]
+    return result
+
+
+@triton.jit
+def _dot(a, b):
+    """A B of two (K, K) blocks, in full float32: tensor cores would round to TF32."""
+    return tl.sum(a[:, :, None] * b[None, :, :], axis=1)
+
+
+@triton.jit
+def _cosm1_sinc(x, eye):
+    """`geometry.cosm1_sinc`: Taylor polynomials of degree 5 for ‖X‖ <= 1, then doublings of the angle."""
+    size = tl.sum(tl.sum(x * eye, axis=1), axis=0)
+    doublings = tl.maximum(tl.ceil(0.5 * tl.log2(tl.maximum(size, 1.0))), 0.0).to(tl.int32)
+    x = x * tl.exp2(-2.0 * doublings.to(tl.float32))
+    xx = _dot(x, x)
+    cosm1 = eye / 40320 - x / 3628800  # 1/8!, 1/10!
+    sinc = eye / 362880 - x / 39916800  # 1/9!, 1/11!
+    cosm1 = eye / 24 - x / 720 + _dot(xx, cosm1)
+    sinc = eye / 120 - x / 5040 + _dot(xx, sinc)
+    cosm1 = -x / 2 + _dot(xx, cosm1)
+    sinc = eye - x / 6 + _dot(xx, sinc)
+    for _ in range(doublings):
+        sinc += _dot(cosm1, sinc)
+        cosm1 = 2 * _dot(cosm1, cosm1) + 4 * cosm1
+    return cosm1, sinc
+
+
+@triton.jit
+def _largest_singular_value(a):
+    """The root of the largest eigenvalue of A: `reference._largest_eigenvalue`."""
+    tiny: tl.constexpr = 1.1754944e-38
+    scale = tl.maximum(tl.max(tl.max(tl.abs(a), axis=1), axis=0), tiny)
+    a = a / scale
+    norm = tl.maximum(tl.sqrt(tl.sum(tl.sum(a * a, axis=1), axis=0)), tiny)
+    logarithm = tl.log(scale) + tl.log(norm)
+    share = 0.5
+    for _ in tl.static_range(8):
+        a = a / norm
+        a = _dot(a, a)
+        norm = tl.maximum(tl.sqrt(tl.sum(tl.sum(a * a, axis=1), axis=0)), tiny)
+        logarithm += tl.log(norm) * share
+        share *= 0.5
+    return tl.exp(0.5 * logarithm)

@@ -1,0 +1,1 @@
+"""Training by recipes: what `grassy train`, `validate`, `predict` and `export` do."""

@@ -1,0 +1,99 @@
+"""The data of a run: the sets that a recipe names, and the loaders that fit them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from grassy.training.augment import eval_transform, train_transform
+from grassy.training.datasets import ArrayImages, Images, check_labels, number_of_classes, open_images
+from grassy.training.distributed import Process
+from grassy.training.loader import EpochBatches, Share, ValidationLoader, WorkerLoader
+from grassy.training.recipe import Recipe
+from grassy.training.resident import SMALL_ENOUGH, ResidentLoader, ResidentValidation, unfit
+from grassy.training.streams import STREAMS, StreamLoader, StreamValidation
+
+
+@dataclass
+class Data:
+    """Loaders, and what the model has to know of the data."""
+
+    train: WorkerLoader | ResidentLoader | StreamLoader
+    validation: ValidationLoader | ResidentValidation | StreamValidation
+    #: Whether each process validates its own part of the images.
+    sharded: bool
+    num_classes: int
+    class_names: list[str] | None
+    batch_size: int
+    #: For the user: what was done differently from what was asked.
+    notes: list[str]
+
+
+def open_data(recipe: Recipe, data_dir: Path | None, process: Process) -> Data:
+    """The training and the validation set of a recipe, checked against each other and against its head."""
+    share = Share(process.rank, process.world_size)
+    if recipe.dataset.startswith(STREAMS):
+        return _streams(recipe, data_dir, process, share)
+    images = open_images(recipe.dataset, data_dir, recipe.train_split)
+    held_out = open_images(recipe.dataset, data_dir, recipe.val_split, images.class_names)
+    num_classes = recipe.num_classes or number_of_classes(images)
+    check_labels(images, num_classes, "training set")
+    check_labels(held_out, num_classes, "validation set")
+
+    parts = process.world_size * recipe.grad_accum_steps
+    batch_size, notes = _batch_size(recipe, len(images), parts)
+    batches = EpochBatches(
+        len(images), batch_size, recipe.grad_accum_steps, share, recipe.seed, repeats=recipe.aug_repeats
+    )
+    train = (
+        ResidentLoader(images, recipe, batches, process.device)
+        if _keep_on_device(recipe, images) and isinstance(images, ArrayImages)
+        else WorkerLoader(images, train_transform(recipe), batches, recipe.workers, process.device)
+    )
+    names = None if images.class_names is None else list(images.class_names)
+    validation = validation_loader(recipe, held_out, process)
+    sharded = isinstance(validation, ValidationLoader)
+    return Data(train, validation, sharded, num_classes, names, batch_size, notes)
+
+
+def validation_loader(recipe: Recipe, images: Images, process: Process) -> ValidationLoader | ResidentValidation:
+    """All images of a set, prepared as the recipe tests them."""
+    size = recipe.test_size or recipe.img_size
+    batch_size = recipe.val_batch_size or max(1, min(1000, recipe.batch_size))
+    if isinstance(images, ArrayImages) and images.images.shape[1:3] == (size, size) and recipe.crop_pct == 1:
+        return ResidentValidation(images, batch_size, process.device)
+    transform = eval_transform(size, recipe.crop_pct, recipe.interpolation)
+    share = Share(process.rank, process.world_size)
+    return ValidationLoader(images, transform, batch_size, share, recipe.workers, process.device)
+
+
+def _batch_size(recipe: Recipe, images: int, parts: int) -> tuple[int, list[str]]:
+    """The batch of all processes: the recipe's, or less if there are fewer images than that."""
+    batch_size = min(recipe.batch_size, images // parts * parts)
+    if batch_size < 1:
+        raise ValueError(f"{images} images cannot be shared by {parts} processes and accumulation steps")
+    if batch_size % parts:
+        raise ValueError(f"batch_size {batch_size} is not divisible by {parts}, processes times grad_accum_steps")
+    if recipe.mixes and (batch_size // parts) % 2:
+        raise ValueError(f"mixup and cutmix pair up images: {batch_size // parts} in a batch is not an even number")
+    if batch_size < recipe.batch_size:
+        return batch_size, [f"batch_size {recipe.batch_size} is more than the {images} images: using {batch_size}"]
+    return batch_size, []
+
+
+def _keep_on_device(recipe: Recipe, images: Images) -> bool:
+    reason = unfit(recipe, images)
+    if recipe.loader == "resident" and reason is not None:
+        raise ValueError(f"loader=resident cannot be used: {reason}")
+    if recipe.loader == "auto":
+        return reason is None and isinstance(images, ArrayImages) and images.images.size <= SMALL_ENOUGH
+    return recipe.loader == "resident"
+
+
+def _streams(recipe: Recipe, data_dir: Path | None, process: Process, share: Share) -> Data:
+    if recipe.num_classes is None:
+        raise ValueError(f"{recipe.dataset} is read as a stream and does not tell its classes: give num_classes=N")
+    if recipe.aug_repeats > 1:
+        raise ValueError("aug_repeats needs a data set that is not a stream")
+    train = StreamLoader(recipe, data_dir, share, train_transform(recipe), process.device)
+    transform = eval_transform(recipe.test_size or recipe.img_size, recipe.crop_pct, recipe.interpolation)
+    validation = StreamValidation(recipe, data_dir, transform, process.device)
+    return Data(train, validation, True, recipe.num_classes, None, recipe.batch_size, [])

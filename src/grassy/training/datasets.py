@@ -1,0 +1,271 @@
+"""Labelled images, wherever they lie: folders and tars through timm's readers, arrays in .npz files, the digits.
+
+All of them look the same: a length, class names, an image and its label by index, and a name for messages.
+"""
+
+import os
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from grassy.spelling import nearest
+from grassy.torchvision_import import import_torchvision
+
+TRAIN_NAMES = ("train", "training")
+VALIDATION_NAMES = ("val", "valid", "validation", "eval", "evaluation", "test")
+
+
+class Images(Protocol):
+    """A set of labelled images."""
+
+    class_names: Sequence[str] | None
+
+    def __len__(self) -> int: ...
+
+    def load(self, index: int) -> tuple[Any, int]:
+        """An RGB image of Pillow and its label. Raises if the image cannot be read."""
+
+    def name(self, index: int) -> str: ...
+
+    def labels(self) -> np.ndarray | None:
+        """All labels, if they are known without reading the images."""
+
+
+def open_images(dataset: str, data_dir: Path | None, split: str, class_names: Sequence[str] | None = None) -> Images:
+    """A split of a data set.
+
+    dataset: "" for files in data_dir (class folders, tars, or .npz), "digits", or the name of a timm reader.
+    class_names: of the training set, whose numbering a validation set has to share.
+    """
+    if dataset == "digits":
+        return digits(split)
+    if data_dir is None:
+        raise ValueError("where are the images? give --data-dir")
+    if not dataset.startswith("hfds/") and not data_dir.exists():
+        raise ValueError(f"--data-dir {data_dir} does not exist")
+    if dataset == "":
+        if data_dir.suffix == ".npz" or (data_dir.is_dir() and _npz(data_dir, split)):
+            return arrays_from_file(data_dir, split)
+        return _from_files(data_dir, split, class_names)
+    return _from_timm(dataset, data_dir, split)
+
+
+# --------------------------------------------------------------------------------------------------- arrays
+
+
+class ArrayImages:
+    """Images (N, H, W, 3) or (N, H, W) of uint8 in memory."""
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, class_names: Sequence[str] | None, where: str) -> None:
+        if (
+            images.dtype != np.uint8
+            or images.ndim not in (3, 4)
+            or (images.ndim == 4 and images.shape[3] not in (1, 3))
+        ):
+            shape = f"{images.dtype} {images.shape}"
+            raise ValueError(f"{where}: images must be uint8 of shape (N, H, W) or (N, H, W, 3), got {shape}")
+        if labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer):
+            raise ValueError(f"{where}: labels must be {len(images)} integers, got {labels.dtype} {labels.shape}")
+        if len(labels) == 0:
+            raise ValueError(f"{where} holds no images")
+        if labels.min() < 0:
+            raise ValueError(f"{where}: labels must not be negative, got {labels.min()}")
+        images = images[..., None] if images.ndim == 3 else images
+        self.images = images if images.shape[3] == 3 else np.repeat(images, 3, axis=3)
+        self.class_names: Sequence[str] | None = None if class_names is None else [str(name) for name in class_names]
+        self._labels, self.where = labels.astype(np.int64), where
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def load(self, index: int) -> tuple[Any, int]:
+        from PIL import Image
+
+        return Image.fromarray(self.images[index]), int(self._labels[index])
+
+    def name(self, index: int) -> str:
+        return f"{self.where}[{index}]"
+
+    def labels(self) -> np.ndarray:
+        return self._labels
+
+
+def arrays_from_file(path: Path, split: str) -> ArrayImages:
+    """A split from train.npz, test.npz and so on in a folder, or such a file itself.
+
+    A file has `x` (or `images`), `y` (or `labels`) and, if it likes, `classes`, the names. It is read without pickle.
+    """
+    file = path if path.suffix == ".npz" else _npz(path, split)
+    if file is None:
+        raise ValueError(f"{path} has no file {' or '.join(f'{name}.npz' for name in _split_names(split))}")
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            images, labels = (
+                next((arrays[name] for name in names if name in arrays), None)
+                for names in (("x", "images"), ("y", "labels"))
+            )
+            classes = arrays.get("classes")
+            found = ", ".join(arrays.files)
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{file} cannot be read as .npz: {error}") from None
+    if images is None or labels is None:
+        raise ValueError(f"{file} must hold x (or images) and y (or labels), found {found or 'nothing'}")
+    return ArrayImages(images, labels, None if classes is None else classes.tolist(), file.name)
+
+
+def digits(split: str) -> ArrayImages:
+    """scikit-learn's 1,797 digits of 8x8 pixels; every fifth one is for validation."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    fifth = np.arange(len(bunch.target)) % 5 == 0
+    chosen = ~fifth if split in TRAIN_NAMES else fifth
+    images = np.minimum(bunch.images[chosen] * 16, 255).astype(np.uint8)
+    return ArrayImages(images, bunch.target[chosen].astype(np.int64), [str(name) for name in range(10)], "digits")
+
+
+# --------------------------------------------------------------------------------------------------- files
+
+
+class ReaderImages:
+    """What a random-access reader of timm, or a data set of torchvision, gives."""
+
+    def __init__(self, dataset: Any, where: str) -> None:
+        self.dataset, self.where = dataset, where
+        reader = getattr(dataset, "reader", None)
+        self.reader = reader
+        names = getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None)
+        names = names or getattr(dataset, "class_to_idx", None)
+        self.class_names: Sequence[str] | None = sorted(names, key=lambda name: names[name]) if names else None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def load(self, index: int) -> tuple[Any, int]:
+        from PIL import Image
+
+        if self.reader is None:
+            image, label = self.dataset[index]
+            return image.convert("RGB"), int(label)
+        # The reader itself, not timm's ImageDataset, which would quietly take another image for one that is broken.
+        file, label, *_ = self.reader[index]
+        with file:
+            return Image.open(file).convert("RGB"), int(label)
+
+    def name(self, index: int) -> str:
+        if self.reader is None:
+            return f"{self.where}[{index}]"
+        return str(self.reader.filename(index, absolute=True))
+
+    def labels(self) -> np.ndarray | None:
+        samples = getattr(self.reader, "samples", None)
+        targets = getattr(self.reader, "targets", getattr(self.dataset, "targets", None))
+        if targets is None and samples is not None:
+            targets = [label for _, label in samples]
+        return None if targets is None else np.asarray(targets, dtype=np.int64)
+
+
+def _from_files(data_dir: Path, split: str, class_names: Sequence[str] | None) -> Images:
+    root = _split_folder(data_dir, split) if data_dir.is_dir() else data_dir
+    import_torchvision()
+    from timm.data import ImageDataset
+    from timm.data.readers.reader_image_in_tar import ReaderImageInTar
+
+    class_map = None if class_names is None else {name: index for index, name in enumerate(class_names)}
+    if root.suffix == ".tar" or (root.is_dir() and any(root.glob("*.tar"))):
+        images = ReaderImages(
+            ImageDataset(str(root), reader=ReaderImageInTar(str(root), class_map=class_map)), str(root)
+        )
+    else:
+        folders = _class_folders(root)
+        if class_names is not None:
+            unknown = [name for name in folders if name not in set(class_names)]
+            if unknown:
+                raise ValueError(f"{root / unknown[0]} is a class that the training set does not have")
+        try:
+            images = ReaderImages(ImageDataset(str(root), class_map=class_map), str(root))
+        except RuntimeError as error:
+            raise ValueError(str(error).split(". ")[0]) from None
+        if class_names is None:  # the set that defines the classes
+            numbers = np.bincount(np.asarray(images.labels()), minlength=len(images.class_names or ()))
+            empty = sorted(set(folders) - set(images.class_names or ()))
+            if empty or not numbers.all():
+                raise ValueError(
+                    f"class folder {root / (empty[0] if empty else '')} holds no images: fill or remove it"
+                )
+    if class_names is not None:
+        images.class_names = list(class_names)
+    return images
+
+
+def _class_folders(root: Path) -> list[str]:
+    """Names of the folders with nothing but files in them: the leaves, which timm takes for the classes."""
+    return [
+        Path(folder).name for folder, below, _ in os.walk(root, followlinks=True) if not below and folder != str(root)
+    ]
+
+
+def _from_timm(name: str, data_dir: Path, split: str) -> Images:
+    import_torchvision()
+    from timm.data import create_dataset
+
+    try:
+        dataset = create_dataset(name, root=str(data_dir), split=split)
+    except AssertionError as error:
+        raise ValueError(str(error) or f"timm cannot open {name!r} in {data_dir}") from None
+    except RuntimeError as error:  # torchvision: not found or corrupted
+        raise ValueError(f"{name} in {data_dir}: {error}") from None
+    pixels, targets = getattr(dataset, "data", None), getattr(dataset, "targets", None)
+    if isinstance(pixels, np.ndarray) and targets is not None:  # torchvision's CIFAR: the resident loader can take it
+        return ArrayImages(pixels, np.asarray(targets), getattr(dataset, "classes", None), name)
+    return ReaderImages(dataset, name)
+
+
+# --------------------------------------------------------------------------------------------------- splits
+
+
+def _split_names(split: str) -> list[str]:
+    for synonyms in (TRAIN_NAMES, VALIDATION_NAMES):
+        if split in synonyms:
+            return [split, *(name for name in synonyms if name != split)]
+    return [split]
+
+
+def _npz(folder: Path, split: str) -> Path | None:
+    return next((folder / f"{name}.npz" for name in _split_names(split) if (folder / f"{name}.npz").is_file()), None)
+
+
+def _split_folder(root: Path, split: str) -> Path:
+    """The folder or tar of a split. timm would take the whole tree where there is none, validation with training."""
+    for name in _split_names(split):
+        for candidate in (root / name, root / f"{name}.tar"):
+            if candidate.exists():
+                return candidate
+    found = sorted(entry.name for entry in root.iterdir())[:5]
+    names = _split_names(split)
+    wanted = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+    listing = f"found {', '.join(found)}{' ...' if len(found) == 5 else ''}" if found else "it is empty"
+    raise ValueError(f"{root} has no folder {wanted}{nearest(split, found)}; {listing}")
+
+
+def check_labels(images: Images, num_classes: int, what: str) -> None:
+    """Raise a ValueError for labels that a head of so many classes does not have."""
+    labels = images.labels()
+    if labels is not None and len(labels) and labels.max() >= num_classes:
+        index = int(labels.argmax())
+        raise ValueError(
+            f"{what}: {images.name(index)} has label {labels[index]}, but the head has {num_classes} classes (0 to "
+            f"{num_classes - 1}); leave num_classes out to have it follow the data"
+        )
+
+
+def number_of_classes(images: Images) -> int:
+    if images.class_names is not None:
+        return len(images.class_names)
+    labels = images.labels()
+    if labels is None:
+        raise ValueError("cannot tell the number of classes from the data: give num_classes=N")
+    return int(labels.max()) + 1

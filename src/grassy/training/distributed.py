@@ -1,0 +1,86 @@
+"""One process of a run, or one of many: what torchrun says, and sums over all of them."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Process:
+    """Where this process stands among those of a run."""
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+@contextlib.contextmanager
+def joined(device: str = "auto") -> Iterator[Process]:
+    """Join the processes that torchrun started, or be the only one."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield Process(find_device(device))
+        return
+    chosen = find_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    started_here = not dist.is_initialized()
+    if started_here:
+        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    try:
+        yield Process(chosen, dist.get_rank(), dist.get_world_size())
+    finally:
+        if started_here:
+            dist.destroy_process_group()
+
+
+def summed(values: Tensor) -> Tensor:
+    """The sum over all processes."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values
+
+
+def gathered(item: list[Any]) -> list[Any]:
+    """The lists of all processes, one after the other."""
+    if not dist.is_initialized():
+        return item
+    lists: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, item)
+    return [element for elements in lists for element in elements]
+
+
+def anywhere(flag: bool, device: torch.device) -> bool:
+    """Whether a flag is set in some process. All of them have to ask at the same moment."""
+    if not dist.is_initialized():
+        return flag
+    return bool(summed(torch.tensor(int(flag), device=device)))
+
+
+def wait_for_all() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def find_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device of that name; "auto" is a GPU if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"unknown device {name!r}: give auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("device cuda was asked for, but torch sees no GPU here")
+        return torch.device("cuda", device.index if device.index is not None else local_rank)
+    return device

@@ -1,0 +1,63 @@
+"""Accuracy of a model on a set of labelled images."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from grassy.training import distributed
+from grassy.training.loader import Batch, Failure, Preparation
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Mean cross-entropy of the logits, and accuracies in percent, over so many images."""
+
+    loss: float
+    top1: float
+    top5: float
+    images: int
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    prepare: Preparation,
+    device: torch.device,
+    amp_dtype: torch.dtype | None = None,
+    sharded: bool = False,
+) -> tuple[Metrics, list[Failure]]:
+    """Metrics of a model, in eval mode, and the images that could not be read, which do not count.
+
+    sharded: each process of the run has its own batches; the metrics are those of all.
+    """
+    was_training = [module.training for module in model.modules()]
+    model.eval()
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    failures: list[Failure] = []
+    for batch in batches:
+        images, labels = prepare(batch.images.to(device), batch.labels.to(device))
+        with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
+            logits = model(images)
+        logits = logits.float().flatten(1)
+        read = labels >= 0
+        losses = F.cross_entropy(logits, labels.clamp_min(0), reduction="none")
+        best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+        counts = (losses * read, best[:, 0] & read, best.any(1) & read, read)
+        sums += torch.stack([count.double().sum() for count in counts])
+        failures += batch.failures
+    for module, training in zip(model.modules(), was_training, strict=True):
+        module.training = training
+    if sharded:
+        sums, failures = distributed.summed(sums), distributed.gathered(failures)
+    loss, top1, top5, images_read = sums.tolist()
+    if not images_read:
+        raise ValueError(f"none of the images could be read{f', {failures[0].name} first' if failures else ''}")
+    metrics = Metrics(loss / images_read, 100 * top1 / images_read, 100 * top5 / images_read, int(images_read))
+    return metrics, failures

@@ -1,0 +1,134 @@
+"""What `grassy recipes` prints: all recipes beside what the paper reports for them, or one recipe in full."""
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from grassy import paper
+from grassy.spelling import nearest
+from grassy.training.recipe import Recipe, load_recipe, recipe_names
+
+#: Titles of the columns, and whether they hold numbers.
+COLUMNS = {
+    "recipe": False,
+    "model": False,
+    "head": False,
+    "epochs": True,
+    "batch": True,
+    "top-1": True,
+    "top-5": True,
+    "SVM": True,
+    "description": False,
+}
+#: Columns that a narrow terminal goes without, the first of them first.
+DISPENSABLE = ("description", "model", "batch", "epochs", "head")
+
+
+class RecipeRow(NamedTuple):
+    """One line of the list. The last three numbers are the paper's, or None; `svm` is the mean of six data sets."""
+
+    name: str
+    model: str
+    head: str
+    epochs: int
+    batch_size: int
+    top1: float | None
+    top5: float | None
+    svm: float | None
+    description: str
+
+    def cells(self) -> tuple[str, ...]:
+        # One decimal is what the paper gives for the transfer of transformers.
+        figures = ((self.top1, 2), (self.top5, 2), (self.svm, 1))
+        numbers = ("-" if figure is None else f"{figure:.{decimals}f}" for figure, decimals in figures)
+        return (self.name, self.model, self.head, str(self.epochs), str(self.batch_size), *numbers, self.description)
+
+
+def list_recipes(pattern: str = "") -> list[RecipeRow]:
+    """The recipes whose names hold the pattern, or match it as a whole if it has the wildcards * ? [ of a shell."""
+    names = recipe_names()
+    if any(wildcard in pattern for wildcard in "*?["):
+        chosen = fnmatch.filter(names, pattern)
+    else:
+        chosen = [name for name in names if pattern in name]
+    if not chosen:
+        raise ValueError(f"no recipe matches {pattern!r}{nearest(pattern, names)}")
+    return [_row(name, load_recipe(name)) for name in chosen]
+
+
+def table(pattern: str = "", console: Any = None) -> str:
+    """The list as text to print: a table as wide as the terminal, or aligned lines where there is none.
+
+    console: a rich Console to fit, in place of one on stdout.
+    """
+    rows = list_recipes(pattern)
+    if console is None:
+        from rich.console import Console
+
+        console = Console()
+    return fitted(rows, console) if console.is_terminal else "\n".join(aligned(rows))
+
+
+def show(name: str | Path, overrides: Iterable[str] = ()) -> str:
+    """Every setting of one recipe, those of its bases and the defaults included, as a file that loads as the same."""
+    import yaml
+
+    # None for the flow style: lists and mappings without others inside them take one line.
+    text = yaml.safe_dump(
+        load_recipe(name, overrides).to_dict(), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
+    )
+    return text.rstrip("\n")
+
+
+def aligned(rows: Sequence[RecipeRow]) -> list[str]:
+    """Lines of text, titles first, with two spaces or more between columns."""
+    lines = [tuple(COLUMNS), *(row.cells() for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    justify = [str.rjust if is_number else str.ljust for is_number in COLUMNS.values()]
+    return [
+        "  ".join(just(cell, width) for just, cell, width in zip(justify, line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+
+
+def fitted(rows: Sequence[RecipeRow], console: Any) -> str:
+    """A table with as many columns as fit into the console."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = dict(zip(COLUMNS, zip(*(row.cells() for row in rows), strict=True), strict=True))
+    for dispensable in DISPENSABLE:
+        width = sum(3 + max(map(len, (title, *cells))) for title, cells in columns.items())
+        if width > console.width:
+            del columns[dispensable]
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption="top-1, top-5, SVM: the paper's; SVM over six data sets")
+    for title in columns:
+        drawn.add_column(title, justify="right" if COLUMNS[title] else "left", no_wrap=True)
+    for cells in zip(*columns.values(), strict=True):
+        drawn.add_row(*map(Text, cells))
+    with console.capture() as capture:
+        console.print(drawn)
+    return str(capture.get()).rstrip("\n")
+
+
+def _row(name: str, recipe: Recipe) -> RecipeRow:
+    figures = paper.figures(recipe.paper) if recipe.paper else {}
+    return RecipeRow(
+        name=name,
+        model=recipe.model,
+        head=_head(recipe),
+        epochs=recipe.epochs,
+        batch_size=recipe.batch_size,
+        top1=figures.get("top1"),
+        top5=figures.get("top5"),
+        svm=figures.get("svm", {}).get("average"),
+        description=recipe.description,
+    )
+
+
+def _head(recipe: Recipe) -> str:
+    """The head's name, with the dimension of its subspaces if it has them."""
+    k = recipe.head.get("k")
+    return recipe.head["name"] + ("" if k is None else f" k={k}")

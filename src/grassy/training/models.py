@@ -1,0 +1,123 @@
+"""The model of a recipe: a timm model with its classifier replaced, and the weights it starts from."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from grassy.heads import Head
+from grassy.spelling import nearest
+from grassy.surgery import replace_head
+from grassy.torchvision_import import import_torchvision
+from grassy.training.recipe import Recipe
+
+
+def build_model(recipe: Recipe, num_classes: int) -> nn.Module:
+    """The model of a recipe with fresh weights, or those of its `initial_checkpoint`."""
+    model = create_model(recipe.model, num_classes, recipe.head, _model_options(recipe))
+    if not recipe.drop_before_head:
+        _remove_dropout_before_head(model, recipe.model)
+    if recipe.initial_checkpoint:
+        start_from(model, Path(recipe.initial_checkpoint))
+    if recipe.freeze:
+        freeze_all_but_head(model)
+    return model
+
+
+def create_model(name: str, num_classes: int, head: dict[str, Any], options: dict[str, Any]) -> nn.Module:
+    """A timm model with the head that `head` describes: {"name": ..., and its options}."""
+    timm = import_timm()
+    if not timm.is_model(name):
+        raise ValueError(f"timm has no model {name!r}{nearest(name, timm.list_models())}")
+    try:
+        model = timm.create_model(name, num_classes=num_classes, **options)
+    except TypeError as error:
+        raise ValueError(f"model {name}: {error}; check model_kwargs {options}") from None
+    head_options = {key: value for key, value in head.items() if key != "name"}
+    replace_head(model, head.get("name", "linear"), **head_options)
+    return model
+
+
+def import_timm() -> Any:
+    """Import timm, beside a CPU build of torch too, with grassy's own models registered."""
+    import_torchvision()
+    import timm
+
+    if not timm.is_model("resnet18_cifar"):
+        timm.models.register_model(resnet18_cifar)
+    return timm
+
+
+def resnet18_cifar(pretrained: bool = False, **options: Any) -> nn.Module:
+    """A ResNet-18 of timm for images of about 32 pixels: first a 3x3 convolution of stride 1, no pooling after it."""
+    import timm
+
+    if pretrained:
+        raise ValueError("there are no pretrained weights of resnet18_cifar")
+    model = timm.create_model("resnet18", **{**options, "pretrained_cfg": None})
+    first = model.conv1
+    model.conv1 = nn.Conv2d(first.in_channels, first.out_channels, 3, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    model.maxpool = nn.Identity()
+    return model
+
+
+def heads_of(model: nn.Module) -> list[Head]:
+    return [module for module in model.modules() if isinstance(module, Head)]
+
+
+def freeze_all_but_head(model: nn.Module) -> None:
+    """Train nothing but the head. Its features must not move either: see `training_mode`."""
+    trained = {id(p) for head in heads_of(model) for p in head.parameters()}
+    for p in model.parameters():
+        p.requires_grad_(id(p) in trained)
+
+
+def training_mode(model: nn.Module, frozen: bool) -> None:
+    """`model.train()`; of a frozen model only the head: its features must not depend on batch statistics or dropout."""
+    model.train(not frozen)
+    if frozen:
+        for head in heads_of(model):
+            head.train()
+
+
+def start_from(model: nn.Module, path: Path) -> None:
+    """Load weights into all of the model but a classifier of another kind or size, which keeps its fresh ones."""
+    from grassy.training.checkpoint import read_weights
+
+    weights = read_weights(path)
+    own = model.state_dict()
+    prefixes = {name for name, module in model.named_modules() if isinstance(module, Head)}
+    in_head = {key for key in own if any(key.startswith(f"{prefix}.") for prefix in prefixes)}
+    fits = {key: value for key, value in weights.items() if key in own and own[key].shape == value.shape}
+    missing = [key for key in own if key not in fits and key not in in_head]
+    if missing:
+        raise ValueError(
+            f"{path} does not fit the model: {len(missing)} of {len(own)} tensors are missing or of another shape, "
+            f"{missing[0]!r} first"
+        )
+    # Of a head all or nothing: a bias alone would be worse than a fresh start.
+    if in_head - fits.keys():
+        fits = {key: value for key, value in fits.items() if key not in in_head}
+    model.load_state_dict(fits, strict=False)
+
+
+def _model_options(recipe: Recipe) -> dict[str, Any]:
+    options = dict(recipe.model_kwargs)
+    if recipe.drop_path:
+        options.setdefault("drop_path_rate", recipe.drop_path)
+    return options
+
+
+def _remove_dropout_before_head(model: nn.Module, name: str) -> None:
+    """Set the dropout that timm's models have between their last features and the classifier to 0."""
+    owners = [model, getattr(model, "head", None)]
+    for owner in owners:
+        for attribute in ("head_drop", "drop"):
+            dropout = getattr(owner, attribute, None)
+            if isinstance(dropout, nn.Dropout):
+                dropout.p = 0.0
+                return
+    if not isinstance(getattr(model, "drop_rate", None), float):
+        raise ValueError(f"cannot find the dropout before the classifier of {name}: leave drop_before_head at true")
+    model.drop_rate = 0.0  # type: ignore[assignment]

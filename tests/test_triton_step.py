@@ -1,0 +1,144 @@
+"""The kernel of the step against the specification, by Triton's interpreter: in a process of its own, which has to
+know from its start that kernels are to be interpreted.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from grassy import ops
+
+pytest.importorskip("triton", reason="triton is not installed: pip install -e '.[dev]'")
+
+COMPARE = """
+import itertools, json, sys, torch
+from grassy import geometry, ops
+from grassy.ops import triton_step
+
+torch.manual_seed(0)
+rows = []
+shapes = [(2, 4, 16), (2, 3, 7), (2, 1, 5), (1, 8, 33), (1, 5, 20)]
+settings = [("projection", None, False), ("parallel", 0.1, True), ("projection", 0.5, False)]
+for number, ((c, k, n), (transport, max_angle, maximize)) in enumerate(itertools.product(shapes, settings)):
+    scale, momentum = [1e-2, 1.0, 30.0][(number + k) % 3], 0.0 if number % 5 == 4 else 0.9
+    w = geometry.random_subspace(c, k, n)
+    d, m = scale * torch.randn_like(w), geometry.project(w, scale * torch.randn_like(w)) if momentum else None
+    if k == 3:
+        w[0, 1:] = 0  # absent directions
+        if m is not None:
+            m[0, 1:] = 0
+    results = []
+    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        weight, buffer = w.to(dtype, copy=True), None if m is None else m.to(dtype, copy=True)
+        lr = torch.tensor(0.1) if k == 8 else 0.1
+        counts = ops.geodesic_step(
+            weight, d.to(dtype), buffer, lr, momentum,
+            transport=transport, max_angle=max_angle, maximize=maximize, impl=impl,
+        )
+        results.append((weight, buffer, [int(count) for count in counts]))
+    (weight, buffer, counts), (exact, exact_buffer, exact_counts) = results
+    rows.append({
+        "what": f"{c}x{k}x{n} scale {scale} {transport} {max_angle} momentum {momentum}",
+        "turn": 0.1 * scale * (k * n) ** 0.5,
+        "weight": float((weight - exact).abs().max()),
+        "momentum": 0.0 if buffer is None else float((buffer - exact_buffer).abs().max() / exact_buffer.abs().max()),
+        "orthonormality": float(geometry.orthonormality_error(weight)),
+        "counts": counts == exact_counts,
+        "absent": bool((weight[0, 1:] == 0).all()) if k == 3 else True,
+    })
+
+def step(weight, grad, buffer, **options):
+    return [int(count) for count in ops.geodesic_step(weight, grad, buffer, 0.1, 0.9, impl="triton", **options)]
+
+w, d = geometry.random_subspace(3, 4, 10), torch.randn(3, 4, 10)
+d[1, 2, 3] = float("nan")
+m = geometry.project(w, torch.randn_like(w))
+before = w.clone(), m.clone()
+skipped = step(w, d, m)
+still, zero = w.clone(), torch.zeros_like(w)
+step(still, zero, zero.clone())
+half = w.clone(), w.clone()
+grad = torch.randn_like(w).bfloat16()
+step(half[0], grad, torch.zeros_like(w))
+step(half[1], grad.float(), torch.zeros_like(w))
+qf = w.clone(), w.clone()
+step(qf[0], torch.ones_like(w), torch.zeros_like(w), retraction="qf")
+ops.geodesic_step(qf[1], torch.ones_like(w), torch.zeros_like(w), 0.1, 0.9, retraction="qf", impl="reference")
+long = geometry.random_subspace(1, 2, 24)
+momentum = torch.zeros_like(long)
+for _ in range(60):
+    step(long, torch.randn_like(long), momentum)
+print(json.dumps({
+    "rows": rows,
+    "skipped": skipped,
+    "untouched": torch.equal(w[1], before[0][1]) and torch.equal(m[1], before[1][1]),
+    "others moved": not torch.equal(w[0], before[0][0]) and not torch.equal(w[2], before[0][2]),
+    "still": torch.equal(still, w),
+    "bfloat16": torch.equal(*half),
+    "qf": torch.equal(*qf),
+    "drift": float(geometry.orthonormality_error(long)),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def report():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", COMPARE], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_weights_momenta_and_counts_agree_with_the_reference_in_float64(report):
+    assert len(report["rows"]) == 15
+    for row in report["rows"]:
+        tolerance = 3e-7 * max(1.0, row["turn"])  # an angle of many radians is known to as many roundings
+        assert row["weight"] < tolerance, row
+        assert row["momentum"] < 2e-6, row
+        assert row["counts"], row
+        assert row["absent"], row
+
+
+def test_results_are_orthonormal_after_one_step_and_after_many(report):
+    assert max(row["orthonormality"] for row in report["rows"]) < 5e-7
+    assert report["drift"] < 1e-6
+
+
+def test_a_class_whose_gradient_is_not_finite_is_left_alone_and_counted(report):
+    assert report["skipped"] == [1, 0]
+    assert report["untouched"]
+    assert report["others moved"]
+
+
+def test_zero_gradients_move_nothing_to_the_bit(report):
+    assert report["still"]
+
+
+def test_gradients_in_bfloat16_are_taken_as_they_are(report):
+    assert report["bfloat16"]
+
+
+def test_the_qf_variant_is_left_to_the_reference(report):
+    assert report["qf"]
+
+
+def test_without_a_gpu_or_the_interpreter_asking_for_the_kernel_is_an_error():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    weight = torch.eye(2, 4).unsqueeze(0)
+    with pytest.raises(RuntimeError, match="needs a GPU"):
+        ops.geodesic_step(weight, weight, None, 0.1, impl="triton")
+
+
+def test_only_weights_that_fit_into_registers_are_taken():
+    from grassy.ops import triton_step
+
+    assert triton_step.fits(torch.empty(2, 8, 1000))
+    assert not triton_step.fits(torch.empty(2, 8, 2048))
+    assert not triton_step.fits(torch.empty(2, 16, 64))
+    assert not triton_step.fits(torch.empty(2, 8, 64, dtype=torch.float64))
+    assert not triton_step.fits(torch.empty(2, 64, 8).mT)
