@@ -15,8 +15,9 @@ LAYERS = [
     {"geometry", "paper"},
     {"ops"},
     {"heads", "optim"},
-    {"loss", "surgery", "analysis", "transfer"},
-    {"training", "report", "demo"},
+    {"loss", "surgery", "analysis"},
+    {"training"},
+    {"transfer", "report", "demo"},
     {"cli"},
     {"__main__"},
 ]

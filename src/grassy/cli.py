@@ -149,12 +149,63 @@ def run_export(args: argparse.Namespace) -> None:
     export(args.checkpoint, args.output, batch, args.opset)
 
 
+def add_transfer(commands: "argparse._SubParsersAction[Parser]") -> None:
+    parser = commands.add_parser("transfer", help="how good a model's features are on other data sets")
+    what = "runs, files of weights, timm/NAME or torchvision/NAME"
+    parser.add_argument("--checkpoint", nargs="+", required=True, metavar="RUN", help=what)
+    known = "cifar10, cifar100, food101, pets, cars, flowers, or NAME=PATH for your own"
+    parser.add_argument("--datasets", nargs="+", required=True, metavar="DATASET", help=known)
+    parser.add_argument("--data-dir", type=Path, help="folder that holds the data sets")
+    parser.add_argument("--methods", nargs="+", default=["svm", "knn"], metavar="METHOD", help="svm, knn, probe")
+    parser.add_argument("--output", type=Path, default=Path("runs/transfer"), help="folder for transfer.csv and .json")
+    parser.add_argument("--cache", type=Path, help="folder for features (default: features in --output)")
+    parser.add_argument("--seed", type=int, default=0, help="of the folds")
+    parser.add_argument("--backend", default="torch", choices=["torch", "sklearn"], help="of the SVM")
+    parser.add_argument("--amp", default="auto", help="auto (bfloat16 on a GPU), off or bfloat16")
+    parser.add_argument("--batch-size", type=int, default=256, help="images at a time")
+    parser.add_argument("--workers", type=int, default=4, help="processes that read images")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.set_defaults(run=run_transfer, extra="transfer")
+
+
+def run_transfer(args: argparse.Namespace) -> None:
+    from grassy.training import build
+    from grassy.training.distributed import find_device
+    from grassy.training.features import open_model
+    from grassy.training.journal import environment
+    from grassy.training.recipe import Recipe
+    from grassy.transfer import protocol, table
+
+    protocol.check_methods(args.methods)
+    device = find_device(args.device)
+    amp_dtype = build.amp_dtype(Recipe(amp=args.amp), device)
+    models = [open_model(source, device) for source in dict.fromkeys(args.checkpoint)]
+    report = protocol.transfer(
+        models,
+        list(dict.fromkeys(args.datasets)),
+        args.data_dir,
+        args.cache or args.output / "features",
+        device,
+        methods=args.methods,
+        seed=args.seed,
+        backend=args.backend,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+        batch_size=args.batch_size,
+        workers=args.workers,
+        amp_dtype=amp_dtype,
+    )
+    table.save(report, args.output, environment(device))
+    print(table.render(report, table.group_by_recipe(models)))
+    print(f"Saved {args.output / 'transfer.csv'} and transfer.json")
+
+
 COMMANDS: tuple[Callable[["argparse._SubParsersAction[Parser]"], None], ...] = (
     add_demo,
     add_train,
     add_validate,
     add_predict,
     add_export,
+    add_transfer,
     add_recipes,
 )
 

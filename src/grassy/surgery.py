@@ -60,6 +60,11 @@ def replace_head(
     return heads[0] if len(heads) == 1 else tuple(heads)
 
 
+def find_classifiers(model: nn.Module) -> Layers:
+    """The layers, by dotted name, that turn features into logits: what `replace_head` would replace."""
+    return _find(model, "", convolutions=True)
+
+
 class HeadOnMap(nn.Module):
     """Applies a head at every location of a map (B, N, ...), as a 1x1 convolution does: logits (B, C, ...)."""
 

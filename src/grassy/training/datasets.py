@@ -224,6 +224,34 @@ def _from_timm(name: str, data_dir: Path, split: str) -> Images:
     return ReaderImages(dataset, name)
 
 
+class Joined:
+    """Several sets, one after the other."""
+
+    def __init__(self, parts: list[Images]) -> None:
+        self.parts = parts
+        self.class_names = parts[0].class_names
+        self.ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def _find(self, index: int) -> tuple[Images, int]:
+        part = int(np.searchsorted(self.ends, index, side="right"))
+        return self.parts[part], index - int(self.ends[part] - len(self.parts[part]))
+
+    def load(self, index: int) -> tuple[Any, int]:
+        images, place = self._find(index)
+        return images.load(place)
+
+    def name(self, index: int) -> str:
+        images, place = self._find(index)
+        return images.name(place)
+
+    def labels(self) -> np.ndarray | None:
+        labels = [part.labels() for part in self.parts]
+        return None if any(part is None for part in labels) else np.concatenate(labels)  # type: ignore[arg-type]
+
+
 # --------------------------------------------------------------------------------------------------- splits
 
 

@@ -1,5 +1,6 @@
 """The records of a run beside its weights: args.yaml, environment.json, summary.csv and TensorBoard's curves."""
 
+import contextlib
 import csv
 import io
 import json
@@ -7,6 +8,7 @@ import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,8 @@ def save_settings(folder: Path, recipe: Recipe, data_dir: Path | None, world_siz
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, hardware, the commit of the code, and the time."""
     versions = {"grassy": grassy.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    try:
-        import timm
-
-        versions["timm"] = timm.__version__
-    except ImportError:
-        pass
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        versions["timm"] = metadata.version("timm")
     hardware = (
         torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     )

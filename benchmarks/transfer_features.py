@@ -1,0 +1,88 @@
+"""Features for the benchmarks of `grassy.transfer`, and a description of the machine.
+
+A world of classes that come in families: a class is a Gaussian in 48 dimensions around a mean near that of its family,
+seen through a fixed nonlinear map into 256. A small network learns 50 classes of it; its penultimate activations, after
+a ReLU, on classes that it has never seen are the features. A few directions hold most of their energy, many are nearly
+empty, and classes of one family overlap: what makes the problems of a linear SVM on real features hard.
+"""
+
+import os
+import platform
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import grassy
+
+LATENT, INPUT, LEARNED, FAMILIES = 48, 256, 50, 10
+BLOCK = 16384
+
+
+class Features(NamedTuple):
+    train: Tensor  # (B, N), float32
+    labels: Tensor  # (B,)
+    test: Tensor
+    test_labels: Tensor
+
+
+def make_features(samples: int, test: int, width: int, classes: int, device: str, spread: float = 1.8) -> Features:
+    """Features of `samples` and `test` images; the larger the spread, the more the classes overlap."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    family = torch.randint(FAMILIES, (classes + LEARNED,), generator=generator).to(device)
+    means = normal(FAMILIES, LATENT)[family] + 0.7 * normal(classes + LEARNED, LATENT)
+    first, second = normal(LATENT, INPUT) / LATENT**0.5, normal(INPUT, INPUT) / INPUT**0.5
+    deviation = spread * torch.linspace(1.6, 0.6, LATENT, device=device)
+
+    def images(labels: Tensor) -> Tensor:
+        latent = means[labels] + deviation * torch.randn(len(labels), LATENT, device=device)
+        return torch.tanh(latent @ first) @ second + 0.1 * torch.randn(len(labels), INPUT, device=device)
+
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(INPUT, 512), nn.ReLU(), nn.Linear(512, width), nn.ReLU()).to(device)
+    head = nn.Linear(width, LEARNED).to(device)
+    optimizer = torch.optim.AdamW([*body.parameters(), *head.parameters()], lr=1e-3)
+    for _ in range(300):
+        labels = torch.randint(LEARNED, (256,), device=device)
+        loss = nn.functional.cross_entropy(head(body(images(classes + labels))), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    def features(number: int) -> tuple[Tensor, Tensor]:
+        labels = torch.randint(classes, (number,), device=device)
+        out = torch.empty(number, width, device=device)
+        with torch.no_grad():
+            for start in range(0, number, BLOCK):
+                out[start : start + BLOCK] = body(images(labels[start : start + BLOCK]))
+        return out, labels
+
+    return Features(*features(samples), *features(test))
+
+
+def machine(device: str) -> dict[str, object]:
+    """Hardware, versions and date, for a results file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        cpu = platform.processor()
+    return {
+        "date": date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],  # on a busy machine threads of torch wait for each other
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "grassy": grassy.__version__,
+    }

@@ -1,0 +1,177 @@
+"""The paper's transfer protocol: features of a data set, a classifier on top of them, its accuracy on the test images.
+
+Features are those in front of the classifier. The parameter of each method (C of the SVM and the probe, K of the
+nearest neighbours) is chosen by five-fold stratified cross-validation on the training images.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grassy import paper
+from grassy.spelling import nearest
+from grassy.training.features import FeatureModel, Features, extract
+from grassy.transfer.datasets import MissingData, TransferSet, open_set
+from grassy.transfer.knn import search_knn
+from grassy.transfer.probe import search_probe
+from grassy.transfer.search import Search
+from grassy.transfer.svm import search_svm
+
+METHODS: dict[str, Callable[..., Search[Any]]] = {"svm": search_svm, "knn": search_knn, "probe": search_probe}
+PARAMETERS = {"svm": "C", "knn": "K", "probe": "C"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How well one method did on the features that one model has for one data set; accuracies in percent."""
+
+    model: str
+    dataset: str
+    method: str
+    accuracy: float
+    metric: str
+    parameter: str
+    chosen: float
+    fold_accuracies: list[float]  # those of the chosen value
+    train_images: int
+    test_images: int
+    classes: int
+    seed: int
+    seconds: float
+    paper: float | None = None
+    unreadable: int = 0
+    recipe_seed: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Report:
+    """All results, and the data sets that were not there, with the reason."""
+
+    results: list[Result] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def check_methods(methods: Sequence[str]) -> None:
+    for method in methods:
+        if method not in METHODS:
+            raise ValueError(f"unknown method {method!r}{nearest(method, METHODS)}; known: {', '.join(METHODS)}")
+
+
+def transfer(
+    models: Iterable[FeatureModel],
+    datasets: Sequence[str],
+    data_dir: Path | None,
+    cache: Path,
+    device: torch.device,
+    *,
+    methods: Sequence[str] = ("svm", "knn"),
+    seed: int = 0,
+    backend: str = "torch",
+    say: Callable[[str], None] = lambda _: None,
+    **extraction: Any,
+) -> Report:
+    """Run the protocol for all models and data sets; those whose data is absent are named, and the rest computed.
+
+    backend: of the SVM, "torch" or "sklearn". extraction: options of `features.extract`.
+    """
+    check_methods(methods)
+    report = Report()
+    opened: dict[str, TransferSet] = {}
+    for name in datasets:
+        try:
+            opened[name] = open_set(name, data_dir)
+        except MissingData as error:
+            report.missing[name] = str(error)
+            say(f"left out: {error}")
+    if not opened:
+        raise ValueError(f"none of the data sets is there: {'; '.join(report.missing.values())}")
+    for model in models:
+        for data in opened.values():
+            train, test = (
+                extract(model, images, cache, device, progress=f"{model.name}, {data.name} {part}", **extraction)
+                for part, images in (("train", data.train), ("test", data.test))
+            )
+            for method in methods:
+                result = measure(model, data, train, test, method, seed, device, backend)
+                report.results.append(result)
+                say(line(result))
+    return report
+
+
+def measure(
+    model: FeatureModel,
+    data: TransferSet,
+    train: Features,
+    test: Features,
+    method: str,
+    seed: int,
+    device: torch.device,
+    backend: str = "torch",
+) -> Result:
+    """One method on the features of one data set."""
+    begin = time.monotonic()
+    features, labels = train.features.to(device), train.labels.to(device)
+    options: dict[str, Any] = {"metric": data.metric, "seed": seed}
+    if method == "svm":
+        options["backend"] = backend
+    search = METHODS[method](features, labels, **options)
+    predicted = search.model.predict(test.features.to(device))
+    chosen = search.values.index(search.chosen)
+    return Result(
+        model=model.name,
+        dataset=data.name,
+        method=method,
+        accuracy=100 * accuracy(predicted.cpu(), test.labels, data.metric),
+        metric=data.metric,
+        parameter=PARAMETERS[method],
+        chosen=float(search.chosen),
+        fold_accuracies=[100 * float(value) for value in search.accuracies[chosen]],
+        train_images=len(train.labels),
+        test_images=len(test.labels),
+        classes=int(labels.max()) + 1,
+        seed=seed,
+        seconds=time.monotonic() - begin,
+        paper=_figure(model.recipe, method, data.name),
+        unreadable=len(train.failures) + len(test.failures),
+        recipe_seed=model.recipe.get("seed"),
+    )
+
+
+def accuracy(predicted: Tensor, labels: Tensor, metric: str) -> float:
+    """The share of right predictions, or its mean over the classes that the labels hold."""
+    right = (predicted == labels).double()
+    if metric == "top1":
+        return float(right.mean())
+    counts = labels.bincount()
+    hits = labels.bincount(weights=right, minlength=len(counts))
+    present = counts > 0
+    return float((hits[present] / counts[present]).mean())
+
+
+def line(result: Result) -> str:
+    """One result in words."""
+    folds = statistics.mean(result.fold_accuracies)
+    reference = "" if result.paper is None else f", the paper has {result.paper:.2f}"
+    return (
+        f"{result.model}, {result.dataset}, {result.method}: {result.accuracy:.2f} "
+        f"({result.parameter}={result.chosen:g}, {folds:.2f} in cross-validation{reference})"
+    )
+
+
+def _figure(recipe: dict[str, Any], method: str, dataset: str) -> float | None:
+    """What the paper has for the row that a model's recipe is to reproduce."""
+    if not recipe.get("paper"):
+        return None
+    try:
+        return paper.figures(recipe["paper"]).get(method, {}).get(dataset)
+    except ValueError:
+        return None

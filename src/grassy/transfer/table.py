@@ -1,0 +1,106 @@
+"""Transfer results as a table: a column a data set, a row a model, runs that differ in their seed taken together."""
+
+import csv
+import io
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grassy.training.checkpoint import write_atomically
+from grassy.transfer.protocol import Report, Result
+
+COLUMNS = (
+    "model",
+    "dataset",
+    "method",
+    "accuracy",
+    "metric",
+    "parameter",
+    "chosen",
+    "fold_mean",
+    "fold_std",
+    "train_images",
+    "test_images",
+    "classes",
+    "seed",
+    "recipe_seed",
+    "unreadable",
+    "paper",
+    "seconds",
+)
+
+
+def save(report: Report, folder: Path, facts: dict[str, Any]) -> None:
+    """transfer.csv, a line a result, and transfer.json, with the accuracies of all folds."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for result in report.results:
+        folds = result.fold_accuracies
+        spread = {"fold_mean": statistics.mean(folds), "fold_std": statistics.stdev(folds) if len(folds) > 1 else 0.0}
+        writer.writerow({**result.to_dict(), **spread})
+    write_atomically(folder / "transfer.csv", lambda file: file.write(text.getvalue().encode()))
+    whole = {**facts, "results": [result.to_dict() for result in report.results], "missing": report.missing}
+    write_atomically(folder / "transfer.json", lambda file: file.write(json.dumps(whole, indent=1).encode()))
+
+
+def render(report: Report, groups: dict[str, str]) -> str:
+    """Aligned lines: mean accuracy of the models of a group on each data set, with the spread if there are several.
+
+    groups: by the name of a model, the name of the group it belongs to.
+    """
+    datasets = list(dict.fromkeys(result.dataset for result in report.results))
+    lines: list[list[str]] = [["model", "method", *datasets, "mean"]]
+    for method in dict.fromkeys(result.method for result in report.results):
+        for group in dict.fromkeys(groups.values()):
+            chosen = [r for r in report.results if r.method == method and groups[r.model] == group]
+            if not chosen:
+                continue
+            cells = [_cell([r.accuracy for r in chosen if r.dataset == dataset]) for dataset in datasets]
+            lines.append([_title(group, groups), method, *cells, _cell(_means(chosen))])
+            reference = {r.dataset: r.paper for r in chosen if r.paper is not None}
+            if reference:
+                figures = [f"{reference[d]:.2f}" if d in reference else "-" for d in datasets]
+                complete = all(dataset in reference for dataset in datasets)
+                mean = f"{statistics.mean(reference.values()):.2f}" if complete else "-"
+                lines.append(["  (the paper)", method, *figures, mean])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    text = [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    ]
+    return "\n".join(line.rstrip() for line in text)
+
+
+def group_by_recipe(models: Sequence[Any]) -> dict[str, str]:
+    """Runs of one recipe that differ in nothing but the seed belong together; the group has the name of the first."""
+    groups: dict[str, str] = {}
+    first: dict[str, str] = {}
+    for model in models:
+        settings = {key: value for key, value in model.recipe.items() if key != "seed"}
+        key = json.dumps(settings, sort_keys=True) if settings else model.name
+        groups[model.name] = first.setdefault(key, model.name)
+    return groups
+
+
+def _means(results: Sequence[Result]) -> list[float]:
+    """The mean over data sets, for each model."""
+    models = dict.fromkeys(result.model for result in results)
+    return [statistics.mean(r.accuracy for r in results if r.model == model) for model in models]
+
+
+def _cell(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    mean = f"{statistics.mean(values):.2f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.2f}"
+
+
+def _title(group: str, groups: dict[str, str]) -> str:
+    members = sum(other == group for other in groups.values())
+    return group if members == 1 else f"{group} and {members - 1} more seed{'s' if members > 2 else ''}"
