@@ -86,7 +86,12 @@ def bare_update(run: Run) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         update()
-    return graph.replay
+
+    def replay() -> None:
+        graph.replay()
+
+    replay.keeps = (update, images, labels)  # type: ignore[attr-defined]  # what the graph reads must stay alive
+    return replay
 
 
 def _wait(device: torch.device) -> None:

@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, help="of torch; scikit-learn takes all cores")
     parser.add_argument("--no-sklearn", action="store_true", help="only time search_svm")
+    parser.add_argument("--no-quality", action="store_true", help="do not compare solutions, only times")
     parser.add_argument("--large", action="store_true", help="one fit of 1,000,000 x 2,048 features instead")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -176,7 +177,7 @@ def main() -> None:
 
             result["scikit-learn"] = sklearn.__version__
             warnings.filterwarnings("ignore", category=UserWarning, module="sklearn")
-            sets = {"network": data, "digits": digits()}
+            sets = {} if args.no_quality else {"network": data, "digits": digits()}
             result["quality"] = [quality(name, one, C) for name, one in sets.items() for C in (0.1, 1, 20)]
     name = "transfer_svm_large" if args.large else "transfer_svm"
     output = args.output or Path(f"runs/bench/{name}_{args.device}.json")

@@ -522,3 +522,10 @@ def test_accelerate_prepares_it_like_any_other_optimizer():
         accelerator.backward(grassy.classification_loss(model, *data(step)))
         optimizer.step()
     assert g.distance(model[3].weight.detach(), start).min() > 1e-3
+
+
+def test_weight_decay_can_be_for_everything_but_the_subspaces():
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), grassy.GrassmannHead(6, 3, k=2))
+    optimizer = grassy.make_optimizer(model, "sgd", lr=0.1, weight_decay=0.01, decay_all=True)
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert [decays[id(p)] for p in model.parameters()] == [0.01] * 4 + [0.0]

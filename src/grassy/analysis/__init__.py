@@ -1,6 +1,29 @@
-"""What the features of a classifier are like: how far they spread within classes, how well classes separate."""
+"""What the classes of a classifier are like, and its features: each measure is a function of tensors.
 
+Shapes: B samples, C classes, K the dimension of a subspace, N that of a feature. All of them compute in float64, in
+blocks, on the device where the tensors are; none tracks gradients.
+
+- features and labels: `variability`, `class_separation`, `neural_collapse`
+- classes alone: `pairwise_principal_angles` of subspaces, `class_vector_angles`, and `cluster_order` to show them in
+- how features use the subspace of their class: `class_spectra`, `class_effective_ranks`, `effective_rank`
+"""
+
+from grassy.analysis.class_angles import class_vector_angles, pairwise_principal_angles
+from grassy.analysis.cluster import cluster_order
+from grassy.analysis.neural_collapse import NeuralCollapse, neural_collapse
 from grassy.analysis.separation import class_separation
+from grassy.analysis.spectrum import class_effective_ranks, class_spectra, effective_rank
 from grassy.analysis.variability import variability
 
-__all__ = ["class_separation", "variability"]
+__all__ = [
+    "NeuralCollapse",
+    "class_effective_ranks",
+    "class_separation",
+    "class_spectra",
+    "class_vector_angles",
+    "cluster_order",
+    "effective_rank",
+    "neural_collapse",
+    "pairwise_principal_angles",
+    "variability",
+]

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from grassy.analysis.variability import check_labelled_features, directions, row_blocks
+from grassy.analysis.labelled import check_labelled_features, directions, row_blocks
 
 
 @torch.no_grad()

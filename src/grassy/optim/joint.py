@@ -30,6 +30,7 @@ def make_optimizer(
     transport: str = "projection",
     max_angle: float | None = None,
     weight_decay: float = 0.0,
+    decay_all: bool = False,
     layer_decay: float | None = None,
     **base_options: Any,
 ) -> "JointOptimizer":
@@ -41,6 +42,7 @@ def make_optimizer(
         would hardly move a subspace.
     weight_decay: for matrices only. Biases, norms and other vectors, what the model's `no_weight_decay()` names, and
         subspaces are not decayed.
+    decay_all: decay everything but the subspaces, as plain torch optimizers do.
     layer_decay: the learning rate of each earlier layer group of a timm model is lower by this factor.
     retraction, transport, max_angle: see `RiemannianSGD`.
 
@@ -63,7 +65,7 @@ def make_optimizer(
             head_lr = lr if issubclass(optimizer_class, torch.optim.SGD) else 0.1
         maximize = base_options.get("maximize", False)
         riemannian = RiemannianSGD(trainable, head_lr, head_momentum, retraction, transport, max_angle, maximize)
-    groups = _euclidean_groups(model, {id(p) for p in subspaces.values()}, lr, weight_decay, layer_decay)
+    groups = _euclidean_groups(model, {id(p) for p in subspaces.values()}, lr, weight_decay, decay_all, layer_decay)
     euclidean = None
     if groups:
         euclidean = optimizer_class(groups, **{**implied, "lr": lr, **base_options})
@@ -185,7 +187,7 @@ def _optimizer_class(base: str | type[Optimizer]) -> tuple[type[Optimizer], dict
 
 
 def _euclidean_groups(
-    model: nn.Module, subspaces: set[int], lr: float, weight_decay: float, layer_decay: float | None
+    model: nn.Module, subspaces: set[int], lr: float, weight_decay: float, decay_all: bool, layer_decay: float | None
 ) -> list[dict[str, Any]]:
     """Parameter groups of everything but the subspaces, decayed and not, with their learning rates."""
     undecayed = _undecayed_names(model)
@@ -195,7 +197,7 @@ def _euclidean_groups(
     groups: dict[tuple[float, float], list[Tensor]] = {}
     for name, p in model.named_parameters():
         if p.requires_grad and id(p) not in subspaces:
-            decays = p.ndim > 1 and name.split(".")[-1] != "bias" and name not in undecayed
+            decays = decay_all or (p.ndim > 1 and name.split(".")[-1] != "bias" and name not in undecayed)
             groups.setdefault((scales[name], weight_decay if decays else 0.0), []).append(p)
     return [
         {"params": params, "lr": lr * scale, "weight_decay": decay} for (scale, decay), params in sorted(groups.items())

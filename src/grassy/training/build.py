@@ -38,6 +38,7 @@ def build_optimizer(recipe: Recipe, model: nn.Module, device: torch.device, capt
         transport=recipe.transport,
         max_angle=recipe.max_angle,
         weight_decay=recipe.weight_decay,
+        decay_all=recipe.decay_all,
         layer_decay=recipe.layer_decay,
         **options,
     )

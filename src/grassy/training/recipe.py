@@ -88,6 +88,7 @@ class Recipe:
     opt_kwargs: dict[str, Any] = field(default_factory=dict)
     lr: float = 0.1
     weight_decay: float = 1e-4
+    decay_all: bool = False  # biases and norms too
     layer_decay: float | None = None
     head_lr: float | None = None  # of the subspaces; None: lr beside SGD, else 0.1
     head_momentum: float = 0.9

@@ -1,0 +1,58 @@
+"""Features with a label each: checked once, then visited in blocks, so that float64 copies stay small."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+ROWS_AT_ONCE = 512  # of width 2048 they take 8 MB in float64; more would cost time, in cache misses and page faults
+
+
+def check_labelled_features(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Features (B, N) and labels (B,) as tensors on one device, or an error that says what is wrong with them."""
+    features, labels = torch.as_tensor(features), torch.as_tensor(labels)
+    if not features.is_floating_point():
+        raise TypeError(f"features must be floating point, got {features.dtype}")
+    if labels.is_floating_point() or labels.is_complex():
+        raise TypeError(f"labels must be integers, got {labels.dtype}")
+    if features.ndim != 2 or 0 in features.shape:
+        raise ValueError(f"features must have shape (samples, width), none of them 0, got {tuple(features.shape)}")
+    if labels.shape != features.shape[:1]:
+        raise ValueError(f"labels must have shape ({len(features)},), one for each feature, got {tuple(labels.shape)}")
+    for start, rows in row_blocks(features):
+        finite = rows.isfinite().all(-1)
+        if not bool(finite.all()):
+            raise ValueError(f"features hold NaN or Inf, first in row {start + int((~finite).nonzero()[0])}")
+    return features, labels.to(features.device).long()
+
+
+def check_labels_of_classes(labels: Tensor, classes: int) -> None:
+    """Labels (B,) name rows of a weight of so many classes, or an error says which one does not."""
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= classes:
+        wrong = low if low < 0 else high
+        raise ValueError(f"labels must lie in 0 .. {classes - 1}, the classes of the weight, got {wrong}")
+
+
+def row_blocks(rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Consecutive blocks of rows, each with the index of its first row."""
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        yield start, rows[start : start + ROWS_AT_ONCE]
+
+
+def members_by_class(labels: Tensor) -> dict[int, Tensor]:
+    """The indices of the samples of each class that occurs, by its label, ascending."""
+    classes, counts = labels.unique(return_counts=True)
+    members = labels.argsort(stable=True).split(counts.tolist())
+    return dict(zip(classes.tolist(), members, strict=True))
+
+
+def directions(vectors: Tensor, noise: Tensor | float = 0.0) -> Tensor:
+    """Unit vectors (B, N + 1) of float64 vectors (B, N).
+
+    Those no longer than `noise` point along an axis of their own, the last one: at a right angle to all others.
+    """
+    length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    absent = length <= noise
+    return torch.cat([vectors / length.masked_fill(absent, math.inf), absent.double()], dim=-1)
