@@ -141,6 +141,21 @@ def test_folders_are_searched_for_images_in_order_and_files_are_taken_as_they_ar
     assert find_images([notes, images, images / "b/2.png"]) == [notes, *inside, images / "b/2.png"]
 
 
+def test_what_is_hidden_is_not_an_image_unless_it_is_named(images):
+    copy = write_image(images / "b/.ipynb_checkpoints/2-checkpoint.png")
+    write_image(images / "b/.2.png")
+    assert [file.name for file in find_images([images])] == ["a.jpeg", "1.JPG", "2.png"]
+    assert find_images([copy]) == [copy]
+
+
+def test_an_image_of_sixteen_bits_is_predicted_as_the_same_with_eight(checkpoint, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 20), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "8.png")
+    Image.fromarray(pixels.astype(np.uint16) * 257).save(tmp_path / "16.png")
+    sixteen, eight = predict(checkpoint, [tmp_path])
+    assert (sixteen.labels, sixteen.probabilities) == (eight.labels, eight.probabilities)
+
+
 def test_links_are_followed_but_not_in_a_circle(images, tmp_path):
     elsewhere = write_image(tmp_path / "elsewhere/c.png")
     (images / "link").symlink_to(elsewhere.parent)
@@ -161,7 +176,7 @@ def test_an_image_that_cannot_be_read_is_named_and_counted_and_the_others_go_on(
     captured = capsys.readouterr()
     assert captured.err == "grassy: 4 of 6 images could not be read\n"
     assert captured.out.splitlines()[1].startswith(f"{images / 'b/0.png'}")
-    assert "error: cannot identify image file" in captured.out.splitlines()[1]
+    assert "error: not an image that Pillow knows" in captured.out.splitlines()[1]
     assert write_predictions(found, tmp_path / "out.csv") == 4
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 5

@@ -7,8 +7,10 @@ from PIL import Image
 
 from grassy.optim.joint import GRASSMANN, MANIFOLD
 from grassy.subspaces import named_subspaces
+from grassy.training.checkpoint import Description, save_weights
 from grassy.training.distributed import Process
 from grassy.training.loop import Run
+from grassy.training.models import build_model
 from grassy.training.recipe import load_recipe, recipe_names
 
 #: What makes a model small enough for a test where a smaller image alone does not fit it.
@@ -48,10 +50,15 @@ def test_a_recipe_takes_a_step(name, folder, tmp_path):
             "model_kwargs": {**recipe.model_kwargs, **SMALLER.get(recipe.model, {})},
         }
     )
+    if recipe.freeze:  # it needs weights to start from
+        start = tmp_path / "start.safetensors"
+        model = build_model(small.changed({"freeze": False}), num_classes)
+        save_weights(model, Description(small.model, num_classes, small.head), start)
+        small = small.changed({"initial_checkpoint": str(start)})
     run = Run(small, folder, tmp_path / "run", "", Process(torch.device("cpu")), quiet=True)
     try:
         before = {key: value.clone() for key, value in run.model.state_dict().items()}
-        # At the first update warm-up may begin from 0; here the rate is that of a quarter of the run.
+        # At the first update warm-up may begin from 0: take the full rate.
         run.schedule.set(1.0)
         run.run_update(next(iter(run.batches(0, 0))))
         run._stop_if_not_finite()

@@ -16,6 +16,7 @@ from grassy import paper
 from grassy.cli import main
 from grassy.heads import create_head
 from grassy.training import listing
+from grassy.training.checks import CHOICES
 from grassy.training.models import import_timm
 from grassy.training.recipe import Recipe, load_recipe, read_settings, recipe_names
 
@@ -103,7 +104,7 @@ SETTINGS = [
     # Sections 5.2 and 5.3 and the appendix: one thing differs from the softmax baseline, or from the subspaces
     (["resnet50d-label-smoothing"], {**PLAIN, **COSINE, "head.name": "linear", "smoothing": 0.1}),
     (["resnet50d-dropout"], {**PLAIN, **COSINE, "head.name": "linear", "head.dropout": 0.3}),
-    (["resnet50d-sigmoid"], {**PLAIN, **COSINE, "head.name": "linear", "loss": "bce"}),
+    (["resnet50d-sigmoid"], {**PLAIN, **COSINE, "head.name": "linear", "loss": "bce-sum"}),
     (["resnet50d-grassmann-unnormalized"], {**PLAIN, **COSINE, "head.k": 8, "head.normalize": False}),
     (["resnet50d-grassmann-k1-unnormalized"], {**PLAIN, **COSINE, "head.k": 1, "head.normalize": False}),
     (["resnet50d-grassmann-plain-sgd"], {**PLAIN, **COSINE, "head.riemannian": False}),
@@ -207,6 +208,14 @@ def test_the_optimizer_takes_what_a_recipe_gives_it_and_the_head_learns_by_it(na
     assert not torch.equal(model[1].weight, before)
 
 
+def test_timm_knows_every_interpolation_that_a_recipe_may_name():
+    import_timm()
+    from timm.data.transforms import str_to_interp_mode, str_to_pil_interp
+
+    for name in CHOICES["interpolation"]:
+        str_to_interp_mode(name), str_to_pil_interp(name)
+
+
 def test_timm_knows_the_models_and_the_augmentations_of_all_recipes():
     timm = import_timm()
     from timm.data import create_transform
@@ -299,7 +308,7 @@ def test_a_number_without_a_point_is_a_number_wherever_it_stands(write):
         ("mean: 0.5", TypeError, "mean must be a list of numbers, got 0.5"),
         ("mean: [a, b, c]", TypeError, "mean must be a number, got 'a'"),
         ("head: grassmann", TypeError, "head must be a mapping, got 'grassmann'"),
-        ("loss: bec", ValueError, "loss must be one of cross-entropy, bce, got 'bec', did you mean 'bce'?"),
+        ("loss: bec", ValueError, "one of cross-entropy, bce, bce-sum, got 'bec', did you mean 'bce'?"),
         ("head: {name: grasman}", ValueError, "unknown head 'grasman', did you mean 'grassmann'?"),
         ("head: {name: 3}", TypeError, "the name of a head must be a string, got 3"),
         ("head: {name: grassmann, gama: 3}", ValueError, "has no option 'gama', did you mean 'gamma'?"),
@@ -307,7 +316,26 @@ def test_a_number_without_a_point_is_a_number_wherever_it_stands(write):
         ("head: {name: grassmann, k: eight}", ValueError, "k must be a positive integer, got 'eight'"),
         ("head: {name: arcface, margin: 4}", ValueError, "margin must lie in"),
         ("head: {name: cosine, scale: big}", TypeError, "head 'cosine' with {'scale': 'big'}"),
-        ("warmup_epochs: 100", ValueError, "warmup_epochs 100 must be fewer than epochs 100"),
+        ("warmup_epochs: 100", ValueError, "must be fewer than epochs 100; warmup_epochs=0 does without"),
+        ("mean: [0.5]", ValueError, "mean must be three numbers, of red, green and blue, got [0.5]"),
+        ("std: [0.5, 0.5]", ValueError, "std must be three numbers, of red, green and blue, got [0.5, 0.5]"),
+        ("std: [0.5, 0, 0.5]", ValueError, "std must be positive, got [0.5, 0.0, 0.5]"),
+        ("interpolation: bicubik", ValueError, "got 'bicubik', did you mean 'bicubic'?"),
+        ("interpolation: random", ValueError, "interpolation must be one of nearest, bilinear"),
+        ("mixup: -0.1", ValueError, "mixup must not be negative, got -0.1"),
+        ("cutmix: -1", ValueError, "cutmix must not be negative, got -1.0"),
+        ("val_batch_size: 0", ValueError, "val_batch_size must be at least 1, got 0"),
+        ("test_size: 0", ValueError, "test_size must be at least 1, got 0"),
+        ("num_classes: -2", ValueError, "num_classes must be at least 1, got -2"),
+        ("clip_grad: 0", ValueError, "clip_grad must be positive, got 0.0"),
+        ("layer_decay: 1.1", ValueError, "layer_decay must lie in (0, 1], got 1.1"),
+        ("decay_rate: 0", ValueError, "decay_rate must lie in (0, 1], got 0.0"),
+        ("crop_pct: 0", ValueError, "crop_pct must lie in (0, 1], got 0.0"),
+        ("scale: [0.5]", ValueError, "scale must be two positive numbers, the smaller first, got [0.5]"),
+        ("scale: [1, 0.08]", ValueError, "scale must be two positive numbers, the smaller first, got [1.0, 0.08]"),
+        ("ratio: [0, 1]", ValueError, "ratio must be two positive numbers"),
+        ("seed: 9223372036854775808", ValueError, "seed must be less than 2**63, got 9223372036854775808"),
+        ("model_ema_decay: 1", ValueError, "model_ema_decay must lie in [0, 1), got 1.0"),
         ("decay_milestones: [30]", ValueError, "decay_milestones are for sched step, not cosine"),
         ("- a list", ValueError, "own.yaml must hold keys and values, not a list"),
         ("lr: [1", ValueError, "own.yaml is not YAML"),
@@ -328,6 +356,19 @@ def test_files_that_are_bases_of_each_other_are_named(write):
     write("base: first.yaml", "second.yaml")
     with pytest.raises(ValueError, match=r"first\.yaml -> .*second\.yaml -> .*first\.yaml"):
         load_recipe(first)
+
+
+def test_the_folder_of_a_run_is_taken_for_the_recipe_in_it(tmp_path, monkeypatch):
+    run = tmp_path / "runs" / "digits-grassmann"
+    run.mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"digits-grassmann is a folder without args\.yaml"):
+        load_recipe(run)
+    recipe = load_recipe("digits-grassmann", ["epochs=3"])
+    (run / "args.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
+    assert load_recipe(run) == load_recipe(str(run)) == recipe
+    assert load_recipe(run, ["epochs=4"]).epochs == 4
+    monkeypatch.chdir(run.parent)
+    assert load_recipe("digits-grassmann").epochs == 12  # the package's recipe, not what happens to lie here
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
@@ -526,6 +567,7 @@ def test_recipes_are_listed_by_part_of_a_name_or_by_wildcards():
     assert [row.name for row in listing.list_recipes()] == NAMES
     assert {row.name for row in listing.list_recipes("swin")} == set(both("swin-t"))
     assert [row.name for row in listing.list_recipes("*-k?")][-1] == "resnet50d-grassmann-k4"
+    assert listing.list_recipes("Swin") == listing.list_recipes("SWIN-*") == listing.list_recipes("swin")
     with pytest.raises(ValueError, match="no recipe matches 'swin-t-liner', did you mean 'swin-t-linear'"):
         listing.list_recipes("swin-t-liner")
 
@@ -548,16 +590,30 @@ def test_lines_are_aligned_where_there_is_no_terminal(capsys):
     assert len({re.search(r"top-1|\d\d\.\d\d", line).end() for line in lines}) == 1
 
 
+def terminal(width):
+    return Console(force_terminal=True, width=width, color_system=None)
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 250])
-def test_a_table_fits_the_terminal_and_cuts_nothing_off(width):
-    console = Console(force_terminal=True, width=width, color_system=None)
-    text = listing.table("", console)
+def test_a_table_fits_the_terminal_and_cuts_nothing_but_the_description(width):
+    text = listing.table("", terminal(width))
     assert all(len(line) <= width for line in text.splitlines())
-    assert "…" not in text
+    assert all(line.rstrip().endswith("…") for line in text.splitlines() if "…" in line)
     for name in NAMES:
         assert f" {name} " in text
     assert "78.04" in text
-    assert ("description" in text) == (width == 250)
+    assert ("description" in text) == (width >= 80)
+    assert ("top-5" in text) == (width != 80)  # it makes way for the description, where that is of use
+    assert ("…" in text) == (80 <= width < 250)
+    assert "data sets" not in text  # the command says below what the numbers are
+
+
+def test_columns_without_a_number_go_before_those_that_say_something():
+    text = listing.table("digits", terminal(80))
+    assert "top-1" not in text
+    assert "epochs" in text
+    assert re.search("scikit-learn.{9,}", text)
+    assert "top-1" in listing.table("digits", terminal(200))
 
 
 @pytest.mark.parametrize("name", ["resnet50-grassmann", "swin-t-grassmann", "digits-grassmann"])
@@ -573,3 +629,8 @@ def test_an_unknown_recipe_to_show_is_one_line_and_exit_code_2(capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "did you mean 'swin-t-linear'?" in error
+
+
+def test_showing_no_recipe_in_particular_is_one_clear_line(capsys):
+    assert main(["recipes", "--show"]) == 2
+    assert capsys.readouterr().err.startswith("grassy: error: which recipe is to be shown? give its name")

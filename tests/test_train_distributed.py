@@ -10,6 +10,7 @@ import yaml
 from grassy.training import checkpoint
 from grassy.training.checkpoint import LAST, STATE
 from grassy.training.loop import train
+from grassy.training.validate import validate
 from training_cases import tiny_arrays, tiny_recipe
 
 
@@ -50,3 +51,16 @@ def test_random_crops_and_uneven_validation_are_shared_as_well(tmp_path):
     for ours, theirs in zip(one.rows, rows, strict=True):
         assert theirs["eval_loss"] == pytest.approx(ours["eval_loss"], rel=1e-3)
         assert theirs["eval_top1"] == pytest.approx(ours["eval_top1"])
+        assert theirs["train_loss"] == pytest.approx(ours["train_loss"], rel=1e-3)
+
+
+def test_the_accuracy_of_a_run_is_that_of_the_weights_it_saves_batch_statistics_included(tmp_path):
+    small = {"model": "resnet18_cifar", "model_kwargs": {"channels": [4, 4, 4, 4]}, "crop_pct": 0.9, "epochs": 3}
+    data = tiny_arrays(tmp_path / "data", images=64)
+    for ema in (False, True):
+        folder = tmp_path / f"ema-{ema}"
+        torchrun(tmp_path, tiny_recipe(**small, model_ema=ema, model_ema_decay=0.5), data, folder)
+        row = checkpoint.read_torch(folder / STATE)["progress"]["rows"][-1]
+        metrics = validate(folder / LAST, data)
+        assert row["eval_loss"] == pytest.approx(metrics.loss, rel=1e-4)
+        assert row["eval_top1"] == pytest.approx(metrics.top1)

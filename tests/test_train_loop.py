@@ -16,7 +16,8 @@ import torch
 import yaml
 
 import grassy
-from grassy.training import checkpoint, loop
+from grassy.training import checkpoint, loop, parts
+from grassy.training import update as update_module
 from grassy.training.checkpoint import BEST, LAST, STATE
 from grassy.training.loop import Run, TrainingStopped, train
 from grassy.training.recipe import Recipe, load_recipe
@@ -39,16 +40,16 @@ class StopAfter:
     """Stops a run after some updates, as SIGTERM does."""
 
     def __init__(self, monkeypatch, updates):
-        original = Run._should_stop
+        original = Run._look
         seen = []
 
-        def should_stop(run, told):
+        def look(run, told):
             seen.append(run.done)
             if len(seen) == updates:
                 os.kill(os.getpid(), signal.SIGTERM)
             return original(run, told)
 
-        monkeypatch.setattr(Run, "_should_stop", should_stop)
+        monkeypatch.setattr(Run, "_look", look)
 
 
 # ------------------------------------------------------------------------------------------------ what it does
@@ -155,8 +156,8 @@ def test_another_seed_is_another_run(tmp_path):
 
 def test_accumulated_parts_equal_one_batch(tmp_path):
     data = tiny_arrays(tmp_path / "data")
-    for parts in (1, 4):
-        train(tiny_recipe(grad_accum_steps=parts), data, tmp_path / str(parts))
+    for number in (1, 4):
+        train(tiny_recipe(grad_accum_steps=number), data, tmp_path / str(number))
     one, four = weights(tmp_path / "1"), weights(tmp_path / "4")
     for key in one:
         torch.testing.assert_close(four[key], one[key], rtol=1e-4, atol=1e-5)
@@ -216,6 +217,7 @@ def test_a_run_that_was_stopped_and_resumed_ends_as_if_it_never_was(tmp_path, mo
     with monkeypatch.context() as patch:
         StopAfter(patch, updates)
         stopped = train(recipe, data, tmp_path / "parts")
+    assert stopped.stopped_by == signal.SIGTERM
     assert stopped.epoch < recipe.epochs
     resumed = train(recipe, data, tmp_path / "parts", resume="auto")
     assert_same_weights(tmp_path / "whole", tmp_path / "parts")
@@ -241,12 +243,18 @@ def test_resuming_from_nothing_from_damage_and_from_another_recipe_is_said(tmp_p
     with pytest.raises(ValueError, match="nothing to resume from"):
         train(tiny_recipe(), data, tmp_path / "run", resume=str(tmp_path / "nowhere"))
     train(tiny_recipe(epochs=1), data, tmp_path / "run", resume="auto")  # nothing there yet: begins
-    with pytest.raises(ValueError, match="does not belong to this recipe"):
+    with pytest.raises(ValueError, match=r"a run with head=.*grassmann.*, not .*linear"):
         train(tiny_recipe(head={"name": "linear"}), data, tmp_path / "run", resume="auto")
+    with pytest.raises(ValueError, match=r"a run with lr=0\.05, not 0\.1"):
+        train(tiny_recipe(lr=0.1), data, tmp_path / "run", resume="auto")
+    with pytest.raises(ValueError, match="5 updates an epoch, not 3"):
+        train(tiny_recipe(epochs=3), tiny_arrays(tmp_path / "less", images=24), tmp_path / "run", resume="auto")
+    with pytest.raises(ValueError, match="holds weights alone"):
+        train(tiny_recipe(), data, tmp_path / "other", resume=str(tmp_path / "run" / LAST))
     whole = (tmp_path / "run" / STATE).read_bytes()
     (tmp_path / "run" / STATE).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"resume\.pt is not a whole file"):
-        train(tiny_recipe(), data, tmp_path / "run", resume="auto")
+        train(tiny_recipe(epochs=3), data, tmp_path / "run", resume="auto")
 
 
 def test_a_finished_run_resumed_with_more_epochs_goes_on(tmp_path):
@@ -330,12 +338,12 @@ def test_killed_ten_times_while_saving_it_always_finds_a_whole_checkpoint_and_en
 def test_a_signal_finishes_the_update_saves_and_exits_cleanly(tmp_path, number):
     data = tiny_arrays(tmp_path / "data")
     command = train_command(data, tmp_path / "run", "epochs=100000", "loader=workers", "workers=1")
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     while "epoch 3/" not in process.stderr.readline():
         assert process.poll() is None
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # as a terminal, Slurm and timeout do: the workers get it too
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0
+    assert process.returncode == 128 + number
     assert "and saved; --resume auto goes on" in errors
     assert "Traceback" not in errors
     progress = checkpoint.read_torch(tmp_path / "run" / STATE)["progress"]
@@ -361,7 +369,7 @@ def test_the_images_that_are_named_are_those_of_the_batch(tmp_path, monkeypatch)
     data = tiny_arrays(tmp_path / "data")
     recipe = tiny_recipe(epochs=3, checkpoint_interval=0)
     calls = []
-    original = loop.Update.__call__
+    original = update_module.Update.__call__
 
     def call(update, parts):
         calls.append(parts)
@@ -370,7 +378,7 @@ def test_the_images_that_are_named_are_those_of_the_batch(tmp_path, monkeypatch)
             update.prepare.mean.fill_(math.nan)
         original(update, parts)
 
-    monkeypatch.setattr(loop.Update, "__call__", call)
+    monkeypatch.setattr(update_module.Update, "__call__", call)
     with pytest.raises(TrainingStopped, match=r"update 3 of epoch 2.*last good checkpoint is .*resume\.pt"):
         train(recipe, data, tmp_path / "run")
     named = [int(line.split("[")[1][:-1]) for line in (tmp_path / "run" / loop.NONFINITE).read_text().splitlines()]
@@ -381,7 +389,7 @@ def test_the_images_that_are_named_are_those_of_the_batch(tmp_path, monkeypatch)
 
 def test_such_updates_can_be_skipped(tmp_path, monkeypatch):
     data = tiny_arrays(tmp_path / "data")
-    original = loop.Update.__call__
+    original = update_module.Update.__call__
     seen = []
 
     def call(update, parts):
@@ -395,7 +403,7 @@ def test_such_updates_can_be_skipped(tmp_path, monkeypatch):
         assert changed == (len(seen) != 4)
         update.prepare.mean.copy_(mean)
 
-    monkeypatch.setattr(loop.Update, "__call__", call)
+    monkeypatch.setattr(update_module.Update, "__call__", call)
     state = train(tiny_recipe(nonfinite="skip"), data, tmp_path / "run")
     assert state.epoch == 2
     assert math.isfinite(state.rows[0]["train_loss"])
@@ -451,7 +459,7 @@ def test_out_of_memory_is_one_line_with_advice(tmp_path, monkeypatch):
     def call(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    monkeypatch.setattr(loop.Update, "__call__", call)
+    monkeypatch.setattr(update_module.Update, "__call__", call)
     with pytest.raises(TrainingStopped, match=r"out of memory with 8 images of 8 pixels .* raise grad_accum_steps"):
         train(tiny_recipe(), tiny_arrays(tmp_path / "data"), tmp_path / "run")
 
@@ -479,5 +487,115 @@ def test_a_terminal_sees_a_bar_and_a_file_sees_lines(tmp_path):
         assert word in text
     plain = subprocess.run(train_command(data, tmp_path / "again", "epochs=3"), capture_output=True, text=True)
     assert "\x1b[" not in plain.stderr
-    assert [line.split(":")[0] for line in plain.stderr.splitlines()] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+    first, *lines = plain.stderr.splitlines()
+    assert first.startswith("vit_tiny_patch16_224 with head grassmann")
+    assert [line.split(":")[0] for line in lines] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
     assert plain.stdout.startswith("best top-1")
+
+
+# ------------------------------------------------------------------------------------------------ found in review
+
+
+def test_the_file_of_the_best_weights_describes_the_epoch_that_they_are_from(tmp_path):
+    data = tiny_arrays(tmp_path / "data")
+    state = train(tiny_recipe(epochs=12, opt="adamw", lr=0.01), data, tmp_path / "run", quiet=True)
+    about = checkpoint.read_description(tmp_path / "run" / BEST)
+    rows = [row for row in state.rows if row["eval_top1"] == state.best]
+    assert about.epoch == min(rows, key=lambda row: row["eval_loss"])["epoch"] != state.rows[-1]["epoch"]
+    metrics = validate(tmp_path / "run" / BEST, data)
+    assert about.metrics["eval_loss"] == pytest.approx(metrics.loss)
+    assert about.metrics["eval_top1"] == pytest.approx(metrics.top1)
+
+
+def test_skipping_an_update_leaves_batch_statistics_alone_and_too_many_in_a_row_stop(tmp_path, monkeypatch):
+    data = tiny_arrays(tmp_path / "data")
+    small = {"model": "resnet18_cifar", "model_kwargs": {"channels": [4, 4, 4, 4]}, "nonfinite": "skip"}
+    original, seen = update_module.Update.__call__, []
+
+    def call(update, parts):
+        seen.append(0)
+        mean = update.prepare.mean.clone()
+        if len(seen) == 3:
+            update.prepare.mean.fill_(math.nan)
+        original(update, parts)
+        update.prepare.mean.copy_(mean)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(update_module.Update, "__call__", call)
+        state = train(tiny_recipe(**small), data, tmp_path / "run", quiet=True)
+    assert math.isfinite(state.rows[-1]["eval_loss"])
+    assert all(value.isfinite().all() for value in weights(tmp_path / "run").values())
+    with pytest.raises(TrainingStopped, match="the last of 20 in a row that were skipped"):
+        train(tiny_recipe(lr=1e30, epochs=9, nonfinite="skip"), data, tmp_path / "nan", quiet=True)
+    assert not (tmp_path / "nan" / LAST).exists()
+
+
+def test_a_validation_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
+    from grassy.training.evaluate import Metrics
+
+    monkeypatch.setattr(loop, "evaluate", lambda *_: (Metrics(math.nan, 50.0, 100.0, 20), []))
+    with pytest.raises(TrainingStopped, match="validation loss is not finite after epoch 1"):
+        train(tiny_recipe(), tiny_arrays(tmp_path / "data"), tmp_path / "run", quiet=True)
+
+
+def test_a_checkpoint_is_written_within_an_epoch_when_it_is_due(tmp_path, monkeypatch):
+    data = tiny_arrays(tmp_path / "data")
+    saved = []
+    original = Run._save
+
+    def save(run):
+        saved.append((run.state.epoch, run.state.update))
+        original(run)
+
+    monkeypatch.setattr(Run, "_save", save)
+    train(tiny_recipe(checkpoint_interval=1e-9), data, tmp_path / "often", quiet=True)
+    assert {(0, 1), (0, 2), (1, 3), (2, 0)} <= set(saved)
+    saved.clear()
+    train(tiny_recipe(), data, tmp_path / "once", quiet=True)
+    assert saved == [(2, 0)]
+    assert_same_weights(tmp_path / "often", tmp_path / "once")
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
+    data = tiny_arrays(tmp_path / "data")
+    train(tiny_recipe(), data, tmp_path / "run", quiet=True)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir() if file.is_file()}
+    train(tiny_recipe(), data, tmp_path / "run", resume="auto")
+    assert "is finished: 2 epochs of 2" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir() if file.is_file()} == before
+
+
+def test_a_run_resumed_into_another_folder_takes_its_best_weights_along_and_writes_over_nothing(tmp_path):
+    data = tiny_arrays(tmp_path / "data")
+    train(tiny_recipe(), data, tmp_path / "old", quiet=True)
+    train(tiny_recipe(epochs=3), data, tmp_path / "new", resume=str(tmp_path / "old"), quiet=True)
+    assert (tmp_path / "new" / BEST).is_file()
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(tiny_recipe(epochs=4), data, tmp_path / "new", resume=str(tmp_path / "old"), quiet=True)
+
+
+def test_two_runs_cannot_write_to_one_folder(tmp_path):
+    from grassy.training.distributed import Process
+
+    data = tiny_arrays(tmp_path / "data")
+    first = Run(tiny_recipe(), data, tmp_path / "run", "", Process(torch.device("cpu")), True)
+    with pytest.raises(ValueError, match="another process is training into"):
+        train(tiny_recipe(), data, tmp_path / "run", quiet=True)
+    first.close()
+    train(tiny_recipe(), data, tmp_path / "run", quiet=True)
+
+
+def test_a_frozen_backbone_needs_weights(tmp_path):
+    with pytest.raises(ValueError, match="give --initial-checkpoint"):
+        train(tiny_recipe(freeze=True), tiny_arrays(tmp_path / "data"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 GB")])
+def test_running_out_of_memory_before_the_first_update_is_one_line_too(tmp_path, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(parts, "build_model", fail)
+    with pytest.raises(TrainingStopped, match="out of memory"):
+        train(tiny_recipe(), tiny_arrays(tmp_path / "data"), tmp_path / "run")

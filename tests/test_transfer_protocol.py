@@ -174,6 +174,14 @@ def test_unreadable_images_are_left_out_counted_and_remembered(run, tmp_path):
         assert found.features.isfinite().all()
 
 
+def test_a_batch_of_nothing_but_unreadable_images_is_survived(run, tmp_path):
+    folder = tiny_folders(tmp_path / "images", images=2)
+    for file in (folder / "train" / "cat").iterdir():
+        file.write_bytes(b"nothing")
+    found = extraction(open_model(str(run)), open_images("", folder, "train"), tmp_path / "cache", batch_size=2)
+    assert found.labels.tolist() == [1, 1, 2, 2]
+
+
 # ------------------------------------------------------------------------------------------------ data sets
 
 

@@ -40,7 +40,7 @@ def add_train(commands: "argparse._SubParsersAction[Parser]") -> None:
     parser = commands.add_parser("train", help="train what a recipe says, on one GPU, on many (torchrun), or on a CPU")
     parser.add_argument("recipe", help="name of a recipe (`grassy recipes` lists them) or a YAML file")
     parser.add_argument(
-        "settings", nargs="*", metavar="key=value", help="fields of the recipe to change: lr=0.05 head.k=4"
+        "settings", nargs="*", default=[], metavar="key=value", help="fields of the recipe to change: lr=0.05 head.k=4"
     )
     parser.add_argument("--data-dir", type=Path, help="class folders in train and val, tars, or train.npz and test.npz")
     parser.add_argument("--output", type=Path, help="folder of the run (default: runs/RECIPE)")
@@ -64,9 +64,9 @@ def run_train(args: argparse.Namespace) -> int:
         state = train(recipe, args.data_dir, output, args.resume, args.device)
     except TrainingStopped as error:
         return _fail(str(error), code=1)
-    if state.epoch == recipe.epochs and int(os.environ.get("RANK", 0)) == 0:
+    if state.stopped_by is None and int(os.environ.get("RANK", 0)) == 0:
         print(f"best top-1 {state.best:.2f}; weights, records and curves are in {output}")
-    return 0
+    return 0 if state.stopped_by is None else 128 + state.stopped_by  # as shells have it
 
 
 def add_validate(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -88,7 +88,12 @@ def run_validate(args: argparse.Namespace) -> None:
     result = validate(
         args.checkpoint, args.data_dir, args.split, args.dataset, args.batch_size, args.workers, args.device
     )
-    print(json.dumps(result.to_dict()) if args.json else result)
+    if result is None:  # another process speaks
+        return
+    if args.json:
+        print(json.dumps(result.to_dict()))
+    else:
+        print(f"top-1 {result.top1:.2f}, top-5 {result.top5:.2f}, loss {result.loss:.4f} ({result.images} images)")
 
 
 def add_recipes(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -243,7 +248,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if late:
-        args.settings += late
+        args.settings = [*args.settings, *late]
     return args
 
 

@@ -28,7 +28,12 @@ def train_transform(recipe: Recipe) -> Transform:
     }
     if recipe.crop == "resized":
         options |= {"scale": recipe.scale, "ratio": recipe.ratio}
-    whole = create_transform(recipe.img_size, is_training=True, use_prefetcher=True, **options)
+    try:
+        whole = create_transform(recipe.img_size, is_training=True, use_prefetcher=True, **options)
+    except (AssertionError, KeyError, ValueError, IndexError) as error:  # all else in the options has been checked
+        if not recipe.aa:
+            raise
+        raise ValueError(f"timm knows no augmentation aa={recipe.aa}: {error}") from None
     if recipe.crop == "resized":
         return whole
     # timm begins with the random resized crop; another crop takes its place.

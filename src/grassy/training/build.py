@@ -45,8 +45,8 @@ def build_optimizer(recipe: Recipe, model: nn.Module, device: torch.device, capt
 
 
 def build_criterion(recipe: Recipe) -> nn.Module:
-    if recipe.loss == "bce":
-        return create_criterion("bce")
+    if recipe.loss in ("bce", "bce-sum"):
+        return create_criterion("bce", reduction="sum" if recipe.loss == "bce-sum" else "mean")
     # Mixing has smoothed the targets already.
     if recipe.smoothing and not recipe.mixes:
         return create_criterion("label-smoothing", smoothing=recipe.smoothing)

@@ -49,10 +49,11 @@ class Description:
 # ------------------------------------------------------------------------------------------------ weights
 
 
-def save_weights(model: nn.Module, description: Description, path: Path) -> None:
-    """Write the weights of a model with its description, whole or not at all."""
+def save_weights(weights: nn.Module | Mapping[str, Tensor], description: Description, path: Path) -> None:
+    """Write the weights of a model, or its state_dict, with its description, whole or not at all."""
+    state = weights.state_dict() if isinstance(weights, nn.Module) else weights
     # Clones: safetensors refuses tensors that share memory, as tied weights do.
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
     text = json.dumps(dataclasses.asdict(description))
     data = save(tensors, metadata={"format": "pt", "grassy": text})
     write_atomically(path, lambda file: file.write(data))
@@ -122,6 +123,8 @@ def weights_file(path: Path) -> Path:
         raise ValueError(f"{path} holds no {BEST} or {LAST}: is it the output folder of grassy train?")
     if not path.is_file():
         raise ValueError(f"there is no checkpoint {path}")
+    if path.name == STATE:
+        raise ValueError(f"{path} is for resuming: give the folder it is in, or {BEST} there")
     return path
 
 

@@ -1,5 +1,6 @@
 """The data of a run: the sets that a recipe names, and the loaders that fit them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,10 @@ def open_data(recipe: Recipe, data_dir: Path | None, process: Process) -> Data:
     share = Share(process.rank, process.world_size)
     if recipe.dataset.startswith(STREAMS):
         return _streams(recipe, data_dir, process, share)
+    if recipe.dataset == "" and data_dir is not None and data_dir.is_file():
+        kind = ".tar" if data_dir.suffix == ".tar" else ".npz"
+        wanted = f"a folder with {recipe.train_split}{kind} and {recipe.val_split}{kind}"
+        raise ValueError(f"--data-dir {data_dir} is one file, with nothing to validate on: give {wanted}")
     images = open_images(recipe.dataset, data_dir, recipe.train_split)
     held_out = open_images(recipe.dataset, data_dir, recipe.val_split, images.class_names)
     num_classes = recipe.num_classes or number_of_classes(images)
@@ -46,15 +51,32 @@ def open_data(recipe: Recipe, data_dir: Path | None, process: Process) -> Data:
     train = (
         ResidentLoader(images, recipe, batches, process.device)
         if _keep_on_device(recipe, images) and isinstance(images, ArrayImages)
-        else WorkerLoader(images, train_transform(recipe), batches, recipe.workers, process.device)
+        else WorkerLoader(images, train_transform(recipe), batches, recipe.workers, process.device, num_classes)
     )
     names = None if images.class_names is None else list(images.class_names)
-    validation = validation_loader(recipe, held_out, process)
+    validation = _validation_loader(recipe, held_out, num_classes, process)
     sharded = isinstance(validation, ValidationLoader)
     return Data(train, validation, sharded, num_classes, names, batch_size, notes)
 
 
-def validation_loader(recipe: Recipe, images: Images, process: Process) -> ValidationLoader | ResidentValidation:
+def open_validation(
+    recipe: Recipe, data_dir: Path | None, class_names: Sequence[str] | None, num_classes: int, process: Process
+) -> tuple[ValidationLoader | ResidentValidation | StreamValidation, bool]:
+    """The validation set of a recipe alone, and whether each process has its own part of it.
+
+    class_names, num_classes: those of the model.
+    """
+    if recipe.dataset.startswith(STREAMS):
+        return _validation_stream(recipe, data_dir, num_classes, process), True
+    images = open_images(recipe.dataset, data_dir, recipe.val_split, class_names)
+    check_labels(images, num_classes, f"split {recipe.val_split}")
+    loader = _validation_loader(recipe, images, num_classes, process)
+    return loader, isinstance(loader, ValidationLoader)
+
+
+def _validation_loader(
+    recipe: Recipe, images: Images, num_classes: int, process: Process
+) -> ValidationLoader | ResidentValidation:
     """All images of a set, prepared as the recipe tests them."""
     size = recipe.test_size or recipe.img_size
     batch_size = recipe.val_batch_size or max(1, min(1000, recipe.batch_size))
@@ -62,21 +84,35 @@ def validation_loader(recipe: Recipe, images: Images, process: Process) -> Valid
         return ResidentValidation(images, batch_size, process.device)
     transform = eval_transform(size, recipe.crop_pct, recipe.interpolation)
     share = Share(process.rank, process.world_size)
-    return ValidationLoader(images, transform, batch_size, share, recipe.workers, process.device)
+    return ValidationLoader(images, transform, batch_size, share, recipe.workers, process.device, num_classes)
+
+
+def _validation_stream(recipe: Recipe, data_dir: Path | None, num_classes: int, process: Process) -> StreamValidation:
+    transform = eval_transform(recipe.test_size or recipe.img_size, recipe.crop_pct, recipe.interpolation)
+    return StreamValidation(recipe, data_dir, transform, process.device, num_classes)
 
 
 def _batch_size(recipe: Recipe, images: int, parts: int) -> tuple[int, list[str]]:
     """The batch of all processes: the recipe's, or less if there are fewer images than that."""
-    batch_size = min(recipe.batch_size, images // parts * parts)
+    if recipe.batch_size <= images:
+        _check_division(recipe, parts)
+        return recipe.batch_size, []
+    unit = 2 * parts if recipe.mixes else parts  # mixup and cutmix pair up the images of a part
+    batch_size = images // unit * unit
     if batch_size < 1:
-        raise ValueError(f"{images} images cannot be shared by {parts} processes and accumulation steps")
-    if batch_size % parts:
-        raise ValueError(f"batch_size {batch_size} is not divisible by {parts}, processes times grad_accum_steps")
-    if recipe.mixes and (batch_size // parts) % 2:
-        raise ValueError(f"mixup and cutmix pair up images: {batch_size // parts} in a batch is not an even number")
-    if batch_size < recipe.batch_size:
-        return batch_size, [f"batch_size {recipe.batch_size} is more than the {images} images: using {batch_size}"]
-    return batch_size, []
+        pairs = " of pairs" if recipe.mixes else ""
+        raise ValueError(f"{images} images are too few for {parts} parts{pairs}, processes times grad_accum_steps")
+    return batch_size, [f"batch_size {recipe.batch_size} is more than the {images} images: using {batch_size}"]
+
+
+def _check_division(recipe: Recipe, parts: int) -> None:
+    size, rest = divmod(recipe.batch_size, parts)
+    if rest:
+        raise ValueError(
+            f"batch_size {recipe.batch_size} is not divisible by {parts}, processes times grad_accum_steps"
+        )
+    if recipe.mixes and size % 2:
+        raise ValueError(f"mixup and cutmix pair up images: {size} in a batch is not an even number")
 
 
 def _keep_on_device(recipe: Recipe, images: Images) -> bool:
@@ -93,7 +129,7 @@ def _streams(recipe: Recipe, data_dir: Path | None, process: Process, share: Sha
         raise ValueError(f"{recipe.dataset} is read as a stream and does not tell its classes: give num_classes=N")
     if recipe.aug_repeats > 1:
         raise ValueError("aug_repeats needs a data set that is not a stream")
+    _check_division(recipe, process.world_size * recipe.grad_accum_steps)
     train = StreamLoader(recipe, data_dir, share, train_transform(recipe), process.device)
-    transform = eval_transform(recipe.test_size or recipe.img_size, recipe.crop_pct, recipe.interpolation)
-    validation = StreamValidation(recipe, data_dir, transform, process.device)
+    validation = _validation_stream(recipe, data_dir, recipe.num_classes, process)
     return Data(train, validation, True, recipe.num_classes, None, recipe.batch_size, [])

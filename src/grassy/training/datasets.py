@@ -3,7 +3,6 @@
 All of them look the same: a length, class names, an image and its label by index, and a name for messages.
 """
 
-import os
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,8 @@ import numpy as np
 
 from grassy.spelling import nearest
 from grassy.torchvision_import import import_torchvision
+from grassy.training.decode import to_rgb
+from grassy.training.files import is_hidden, open_files
 
 TRAIN_NAMES = ("train", "training")
 VALIDATION_NAMES = ("val", "valid", "validation", "eval", "evaluation", "test")
@@ -48,7 +49,7 @@ def open_images(dataset: str, data_dir: Path | None, split: str, class_names: Se
         raise ValueError(f"--data-dir {data_dir} does not exist")
     if dataset == "":
         if data_dir.suffix == ".npz" or (data_dir.is_dir() and _npz(data_dir, split)):
-            return arrays_from_file(data_dir, split)
+            return arrays_from_file(data_dir, split, class_names)
         return _from_files(data_dir, split, class_names)
     return _from_timm(dataset, data_dir, split)
 
@@ -93,10 +94,12 @@ class ArrayImages:
         return self._labels
 
 
-def arrays_from_file(path: Path, split: str) -> ArrayImages:
+def arrays_from_file(path: Path, split: str, class_names: Sequence[str] | None = None) -> ArrayImages:
     """A split from train.npz, test.npz and so on in a folder, or such a file itself.
 
     A file has `x` (or `images`), `y` (or `labels`) and, if it likes, `classes`, the names. It is read without pickle.
+
+    class_names: of the training set, whose numbering the labels get.
     """
     file = path if path.suffix == ".npz" else _npz(path, split)
     if file is None:
@@ -113,7 +116,23 @@ def arrays_from_file(path: Path, split: str) -> ArrayImages:
         raise ValueError(f"{file} cannot be read as .npz: {error}") from None
     if images is None or labels is None:
         raise ValueError(f"{file} must hold x (or images) and y (or labels), found {found or 'nothing'}")
-    return ArrayImages(images, labels, None if classes is None else classes.tolist(), file.name)
+    arrays_in_file = ArrayImages(images, labels, None if classes is None else classes.tolist(), file.name)
+    return arrays_in_file if class_names is None or classes is None else _renumbered(arrays_in_file, class_names)
+
+
+def _renumbered(images: ArrayImages, class_names: Sequence[str]) -> ArrayImages:
+    """The same images, with the numbers that the classes have in the training set."""
+    own = list(images.class_names or ())
+    if own == list(class_names):
+        return images
+    numbers = {name: number for number, name in enumerate(class_names)}
+    for name in own:
+        if name not in numbers:
+            raise ValueError(f"{images.where} has the class {name!r}, which the training set does not have")
+    labels = images.labels()
+    if labels.max() >= len(own):
+        raise ValueError(f"{images.where} has the label {labels.max()}, but names only {len(own)} classes")
+    return ArrayImages(images.images, np.array([numbers[name] for name in own])[labels], class_names, images.where)
 
 
 def digits(split: str) -> ArrayImages:
@@ -149,11 +168,11 @@ class ReaderImages:
 
         if self.reader is None:
             image, label = self.dataset[index]
-            return image.convert("RGB"), int(label)
+            return to_rgb(image), int(label)
         # The reader itself, not timm's ImageDataset, which would quietly take another image for one that is broken.
         file, label, *_ = self.reader[index]
         with file:
-            return Image.open(file).convert("RGB"), int(label)
+            return to_rgb(Image.open(file)), int(label)
 
     def name(self, index: int) -> str:
         if self.reader is None:
@@ -169,43 +188,11 @@ class ReaderImages:
 
 
 def _from_files(data_dir: Path, split: str, class_names: Sequence[str] | None) -> Images:
-    root = _split_folder(data_dir, split) if data_dir.is_dir() else data_dir
     import_torchvision()
     from timm.data import ImageDataset
-    from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 
-    class_map = None if class_names is None else {name: index for index, name in enumerate(class_names)}
-    if root.suffix == ".tar" or (root.is_dir() and any(root.glob("*.tar"))):
-        images = ReaderImages(
-            ImageDataset(str(root), reader=ReaderImageInTar(str(root), class_map=class_map)), str(root)
-        )
-    else:
-        folders = _class_folders(root)
-        if class_names is not None:
-            unknown = [name for name in folders if name not in set(class_names)]
-            if unknown:
-                raise ValueError(f"{root / unknown[0]} is a class that the training set does not have")
-        try:
-            images = ReaderImages(ImageDataset(str(root), class_map=class_map), str(root))
-        except RuntimeError as error:
-            raise ValueError(str(error).split(". ")[0]) from None
-        if class_names is None:  # the set that defines the classes
-            numbers = np.bincount(np.asarray(images.labels()), minlength=len(images.class_names or ()))
-            empty = sorted(set(folders) - set(images.class_names or ()))
-            if empty or not numbers.all():
-                raise ValueError(
-                    f"class folder {root / (empty[0] if empty else '')} holds no images: fill or remove it"
-                )
-    if class_names is not None:
-        images.class_names = list(class_names)
-    return images
-
-
-def _class_folders(root: Path) -> list[str]:
-    """Names of the folders with nothing but files in them: the leaves, which timm takes for the classes."""
-    return [
-        Path(folder).name for folder, below, _ in os.walk(root, followlinks=True) if not below and folder != str(root)
-    ]
+    root = _split_folder(data_dir, split) if data_dir.is_dir() else data_dir
+    return ReaderImages(ImageDataset(str(root), reader=open_files(root, class_names)), str(root))
 
 
 def _from_timm(name: str, data_dir: Path, split: str) -> Images:
@@ -272,7 +259,7 @@ def _split_folder(root: Path, split: str) -> Path:
         for candidate in (root / name, root / f"{name}.tar"):
             if candidate.exists():
                 return candidate
-    found = sorted(entry.name for entry in root.iterdir())[:5]
+    found = sorted(entry.name for entry in root.iterdir() if not is_hidden(entry.name))[:5]
     names = _split_names(split)
     wanted = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
     listing = f"found {', '.join(found)}{' ...' if len(found) == 5 else ''}" if found else "it is empty"
@@ -284,10 +271,13 @@ def check_labels(images: Images, num_classes: int, what: str) -> None:
     labels = images.labels()
     if labels is not None and len(labels) and labels.max() >= num_classes:
         index = int(labels.argmax())
-        raise ValueError(
-            f"{what}: {images.name(index)} has label {labels[index]}, but the head has {num_classes} classes (0 to "
-            f"{num_classes - 1}); leave num_classes out to have it follow the data"
-        )
+        wrong = beyond_the_head(images.name(index), int(labels[index]), num_classes)
+        raise ValueError(f"{what}: {wrong}; leave num_classes out to have it follow the data")
+
+
+def beyond_the_head(image: str, label: int, num_classes: int) -> str:
+    """What is wrong with the label of an image."""
+    return f"{image} has label {label}, but the head has {num_classes} classes (0 to {num_classes - 1})"
 
 
 def number_of_classes(images: Images) -> int:

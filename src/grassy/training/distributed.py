@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,23 @@ def anywhere(flag: bool, device: torch.device) -> bool:
     if not dist.is_initialized():
         return flag
     return bool(summed(torch.tensor(int(flag), device=device)))
+
+
+def largest(value: Tensor) -> Tensor:
+    """The largest value in any process."""
+    if dist.is_initialized():
+        value = value.clone()
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value
+
+
+def average_buffers(model: nn.Module) -> None:
+    """Give all processes the mean of their batch statistics, which each of them has from its own images."""
+    if dist.is_initialized():
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                dist.all_reduce(buffer)
+                buffer /= dist.get_world_size()
 
 
 def wait_for_all() -> None:

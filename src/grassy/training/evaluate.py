@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from grassy.training import distributed
-from grassy.training.loader import Batch, Failure, Preparation
+from grassy.training.loader import Batch, Failure
+from grassy.training.prepare import Preparation
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ def evaluate(
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     failures: list[Failure] = []
     for batch in batches:
+        failures += batch.failures
+        if batch.blank == len(batch.labels):  # not one that would tell how large its images are
+            continue
         images, labels = prepare(batch.images.to(device), batch.labels.to(device))
         with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
             logits = model(images)
@@ -51,13 +55,13 @@ def evaluate(
         best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
         counts = (losses * read, best[:, 0] & read, best.any(1) & read, read)
         sums += torch.stack([count.double().sum() for count in counts])
-        failures += batch.failures
     for module, training in zip(model.modules(), was_training, strict=True):
         module.training = training
     if sharded:
         sums, failures = distributed.summed(sums), distributed.gathered(failures)
     loss, top1, top5, images_read = sums.tolist()
     if not images_read:
-        raise ValueError(f"none of the images could be read{f', {failures[0].name} first' if failures else ''}")
+        first = f", {failures[0].name} first: {failures[0].reason}" if failures else ""
+        raise ValueError(f"none of the images could be read{first}")
     metrics = Metrics(loss / images_read, 100 * top1 / images_read, 100 * top5 / images_read, int(images_read))
     return metrics, failures

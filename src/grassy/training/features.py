@@ -23,8 +23,9 @@ from grassy.surgery import find_classifiers
 from grassy.training.augment import eval_transform
 from grassy.training.checkpoint import load, read_description, weights_file, write_atomically
 from grassy.training.datasets import ArrayImages, Images, Joined, ReaderImages
-from grassy.training.loader import Failure, Preparation, Share, ValidationLoader
+from grassy.training.loader import Failure, Share, ValidationLoader
 from grassy.training.models import import_timm
+from grassy.training.prepare import Preparation
 
 FORMAT = "1"  # of the files; part of the key
 
@@ -173,6 +174,8 @@ def _batches(
     hook = first.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     try:
         for batch in loader:
+            if batch.blank == len(batch.labels):  # not one image to take the size from
+                batch.images = torch.zeros(batch.blank, 3, source.img_size, source.img_size, dtype=torch.uint8)
             prepared, labels = prepare(batch.images.to(device), batch.labels.to(device))
             with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
                 model(prepared)

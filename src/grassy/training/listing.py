@@ -21,8 +21,10 @@ COLUMNS = {
     "SVM": True,
     "description": False,
 }
-#: Columns that a narrow terminal goes without, the first of them first.
-DISPENSABLE = ("description", "model", "batch", "epochs", "head")
+#: Columns that a narrow terminal goes without, the first of them first; before them those that say nothing.
+DISPENSABLE = ("model", "batch", "epochs", "head", "top-5")
+#: A description is cut to fit, but no further than this.
+SHORTEST = 20
 
 
 class RecipeRow(NamedTuple):
@@ -47,13 +49,13 @@ class RecipeRow(NamedTuple):
 
 def list_recipes(pattern: str = "") -> list[RecipeRow]:
     """The recipes whose names hold the pattern, or match it as a whole if it has the wildcards * ? [ of a shell."""
-    names = recipe_names()
-    if any(wildcard in pattern for wildcard in "*?["):
-        chosen = fnmatch.filter(names, pattern)
+    names, wanted = recipe_names(), pattern.lower()
+    if any(wildcard in wanted for wildcard in "*?["):
+        chosen = fnmatch.filter(names, wanted)
     else:
-        chosen = [name for name in names if pattern in name]
+        chosen = [name for name in names if wanted in name]
     if not chosen:
-        raise ValueError(f"no recipe matches {pattern!r}{nearest(pattern, names)}")
+        raise ValueError(f"no recipe matches {pattern!r}{nearest(wanted, names)}")
     return [_row(name, load_recipe(name)) for name in chosen]
 
 
@@ -74,6 +76,8 @@ def show(name: str | Path, overrides: Iterable[str] = ()) -> str:
     """Every setting of one recipe, those of its bases and the defaults included, as a file that loads as the same."""
     import yaml
 
+    if not str(name):
+        raise ValueError("which recipe is to be shown? give its name, as `grassy recipes` lists it")
     # None for the flow style: lists and mappings without others inside them take one line.
     text = yaml.safe_dump(
         load_recipe(name, overrides).to_dict(), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
@@ -93,24 +97,36 @@ def aligned(rows: Sequence[RecipeRow]) -> list[str]:
 
 
 def fitted(rows: Sequence[RecipeRow], console: Any) -> str:
-    """A table with as many columns as fit into the console."""
+    """A table with as many columns as fit into the console; of these only the description may be cut."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     columns = dict(zip(COLUMNS, zip(*(row.cells() for row in rows), strict=True), strict=True))
-    for dispensable in DISPENSABLE:
-        width = sum(3 + max(map(len, (title, *cells))) for title, cells in columns.items())
-        if width > console.width:
-            del columns[dispensable]
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption="top-1, top-5, SVM: the paper's; SVM over six data sets")
+    columns, room = _columns_that_fit(columns, console.width)
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in columns:
-        drawn.add_column(title, justify="right" if COLUMNS[title] else "left", no_wrap=True)
+        justify: Any = "right" if COLUMNS[title] else "left"
+        drawn.add_column(title, justify=justify, no_wrap=True, max_width=room if title == "description" else None)
     for cells in zip(*columns.values(), strict=True):
         drawn.add_row(*map(Text, cells))
     with console.capture() as capture:
         console.print(drawn)
     return str(capture.get()).rstrip("\n")
+
+
+def _columns_that_fit(columns: dict[str, Any], width: int) -> tuple[dict[str, Any], int]:
+    """Those for which there is room, and how much of it there is for the description."""
+    saying_nothing = [title for title, cells in columns.items() if set(cells) == {"-"}]
+    for hidden in ("", "description"):  # it goes only where no other column that could go would make room for it
+        kept = {title: cells for title, cells in columns.items() if title != hidden}
+        for dispensable in (*saying_nothing, *DISPENSABLE, ""):
+            others = sum(max(map(len, (title, *kept[title]))) for title in kept if title != "description")
+            room = width - others - 3 * len(kept) + 1  # what lies around and between the columns
+            if room >= (SHORTEST if "description" in kept else 0):
+                return kept, room
+            kept.pop(dispensable, None)
+    return kept, 0
 
 
 def _row(name: str, recipe: Recipe) -> RecipeRow:

@@ -9,9 +9,10 @@ An update of the weights takes `batch_size` images: rank r of R takes every R-th
 
 import contextlib
 import hashlib
+import os
 import random
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 from grassy.training.augment import Transform
-from grassy.training.datasets import Images
+from grassy.training.datasets import Images, beyond_the_head
+from grassy.training.decode import reason_for
 
 MAX_TRIES = 20
 
@@ -34,16 +36,22 @@ class Failure(NamedTuple):
 
 @dataclass
 class Batch:
-    """Images (B, 3, H, W) as uint8, labels (B,), the images' indices (B,), and what could not be read.
+    """Images (B, 3, H, W) as uint8, labels (B,), and what could not be read.
 
-    Of a place for which there is no image, `blank` of them, the label is −1.
+    Of a place for which there is no image, `blank` of them, the label is −1. `indices` of the images, B of them, are
+    known where they are drawn one by one.
     """
 
     images: Tensor
     labels: Tensor
-    indices: list[int]
+    indices: list[int] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     blank: int = 0
+
+    def pin_memory(self) -> "Batch":
+        """Called by torch's DataLoader: from pinned memory, copies to a GPU do not wait."""
+        self.images, self.labels = self.images.pin_memory(), self.labels.pin_memory()
+        return self
 
 
 @dataclass(frozen=True)
@@ -118,9 +126,10 @@ class Samples(torch.utils.data.Dataset[Any]):
             i = (index + attempt) % len(self.images)
             try:
                 image, label = self.images.load(i)
+                if label < 0:  # what some sets have where there is none
+                    raise ValueError(f"its label is {label}")
             except Exception as error:  # decoders raise all sorts of things at broken files
-                reason = " ".join(str(error).split()) or type(error).__name__
-                failures.append(Failure(self.images.name(i), reason))
+                failures.append(Failure(self.images.name(i), reason_for(error)))
                 continue
             with seeded(seed):
                 return self.transform(image), label, i, failures
@@ -161,16 +170,22 @@ def collate(samples: Sequence[tuple[Tensor | None, int, int, list[Failure]]]) ->
 
 
 class WorkerLoader:
-    """Training batches decoded and transformed by worker processes, on the device one batch ahead of their use."""
+    """Training batches decoded and transformed by worker processes."""
 
     def __init__(
-        self, images: Images, transform: Transform, batches: EpochBatches, workers: int, device: torch.device
+        self,
+        images: Images,
+        transform: Transform,
+        batches: EpochBatches,
+        workers: int,
+        device: torch.device,
+        num_classes: int | None = None,
     ) -> None:
-        self.images, self.batches, self.device = images, batches, device
+        self.images, self.batches, self.device, self.num_classes = images, batches, device, num_classes
         self._loader = torch.utils.data.DataLoader(
             Samples(images, transform, training=True),
             batch_sampler=batches,  # type: ignore[arg-type]
-            **worker_options(workers, device),
+            **worker_options(min(workers, processors()), device),
         )
 
     @property
@@ -182,7 +197,7 @@ class WorkerLoader:
         """The parts of each update of an epoch, from update `start` on."""
         self.batches.epoch, self.batches.start = epoch, start
         parts = []
-        for batch in moved_ahead(self._loader, self.device):
+        for batch in on_device(checked(self._loader, self.num_classes, self.images.name), self.device):
             if batch.blank:
                 name = batch.failures[-1].name
                 raise ValueError(f"{MAX_TRIES} images in a row cannot be read, {name} last: is this the right data?")
@@ -200,21 +215,33 @@ class ValidationLoader:
     """Every image of a set once, in order, by worker processes; rank r of R takes every R-th."""
 
     def __init__(
-        self, images: Images, transform: Transform, batch_size: int, share: Share, workers: int, device: torch.device
+        self,
+        images: Images,
+        transform: Transform,
+        batch_size: int,
+        share: Share,
+        workers: int,
+        device: torch.device,
+        num_classes: int | None = None,
     ) -> None:
         own = [(index, 0) for index in range(share.rank, len(images), share.world_size)]
-        self.device = device
+        self.images, self.device, self.num_classes = images, device, num_classes
         self._loader = torch.utils.data.DataLoader(
             Samples(images, transform, training=False),
             batch_sampler=[own[i : i + batch_size] for i in range(0, len(own), batch_size)],  # type: ignore[arg-type]
-            **worker_options(workers, device),
+            **worker_options(min(workers, processors()), device),
         )
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        return moved_ahead(self._loader, self.device)
+        return on_device(checked(self._loader, self.num_classes, self.images.name), self.device)
+
+
+def processors() -> int:
+    """How many this process may use. More workers would only get in each other's way."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def worker_options(workers: int, device: torch.device) -> dict[str, Any]:
@@ -229,52 +256,42 @@ def worker_options(workers: int, device: torch.device) -> dict[str, Any]:
 
 def _start_worker(_: int) -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which then ends its workers
+    # Ctrl-C, and a SIGTERM to the process group, are for the main process, which then ends its workers by SIGTERM.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.setpgid(0, 0)
 
 
-def moved_ahead(batches: Any, device: torch.device) -> Iterator[Batch]:
-    """Batches on the device; on a GPU the copy of the next one runs beside the work on the current one."""
+def checked(
+    batches: Iterable[Batch], num_classes: int | None, name: Callable[[int], str] | None = None
+) -> Iterator[Batch]:
+    """The same batches, or a ValueError for a label that the head does not have: a GPU would only say "assert".
+
+    name: of an image by its index, for the message.
+    """
+    for batch in batches:
+        if num_classes is not None:
+            wrong = (batch.labels >= num_classes) | ((batch.labels < 0) & (batch.blank == 0))
+            if wrong.any():
+                place = int(wrong.int().argmax())
+                who = "an image" if name is None else name(batch.indices[place])
+                raise ValueError(beyond_the_head(who, int(batch.labels[place]), num_classes))
+        yield batch
+
+
+def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """Batches on the device. On a GPU the host only queues the work on a batch, so a copy in a stream of its own runs
+    beside the work on the batch before.
+    """
     if device.type != "cuda":
         yield from batches
         return
     stream = torch.cuda.Stream(device)
-    waiting: Batch | None = None
     for batch in batches:
         with torch.cuda.stream(stream):
             batch.images = batch.images.to(device, non_blocking=True)
             batch.labels = batch.labels.to(device, non_blocking=True)
-        if waiting is not None:
-            yield waiting
-        torch.cuda.current_stream(device).wait_stream(stream)
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(stream)
         for tensor in (batch.images, batch.labels):
-            tensor.record_stream(torch.cuda.current_stream(device))
-        waiting = batch
-    if waiting is not None:
-        yield waiting
-
-
-# --------------------------------------------------------------------------------------------------- on the device
-
-
-class Preparation:
-    """From a uint8 batch on the device to what the model takes: normalised, erased, mixed."""
-
-    def __init__(
-        self,
-        mean: Sequence[float],
-        std: Sequence[float],
-        device: torch.device,
-        channels_last: bool = False,
-        erase: Callable[[Tensor], Tensor] | None = None,
-        mix: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
-    ) -> None:
-        self.mean = 255 * torch.tensor(mean, device=device).view(1, -1, 1, 1)
-        self.std = 255 * torch.tensor(std, device=device).view(1, -1, 1, 1)
-        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        self.erase, self.mix = erase, mix
-
-    def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        images = ((images - self.mean) / self.std).contiguous(memory_format=self.memory_format)
-        if self.erase is not None:
-            images = self.erase(images)
-        return (images, labels) if self.mix is None else self.mix(images, labels)
+            tensor.record_stream(current)
+        yield batch

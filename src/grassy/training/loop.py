@@ -1,54 +1,40 @@
 """The training loop, for one process or for many."""
 
 import contextlib
-import dataclasses
-import random
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-import grassy
-from grassy.optim import AveragedModel
 from grassy.optim.joint import GRASSMANN, MANIFOLD
-from grassy.training import build, checkpoint, diagnostics, distributed, journal
-from grassy.training.checkpoint import BEST, LAST, STATE, Description
-from grassy.training.data import open_data
+from grassy.training import checkpoint, diagnostics, distributed, journal
+from grassy.training.checkpoint import STATE, Description
 from grassy.training.distributed import Process
 from grassy.training.evaluate import Metrics, evaluate
-from grassy.training.loader import Failure, Preparation, seed_of
-from grassy.training.models import build_model, training_mode
+from grassy.training.loader import Failure, seed_of
+from grassy.training.models import training_mode
+from grassy.training.parts import Parts, State, seed_everything
 from grassy.training.progress import Progress
 from grassy.training.recipe import Recipe
 from grassy.training.resident import ResidentLoader
-from grassy.training.schedule import Schedule, learning_rate_factor
-from grassy.training.update import CapturedUpdate, Update, learning_rates_on_device
+from grassy.training.schedule import learning_rate_factor
+from grassy.training.update import CapturedUpdate
 
-#: How often the processes of a run ask each other whether one of them was told to stop, in updates.
-STOP_CHECK = 10
+#: How often several processes tell each other whether to stop or to save, in updates.
+AGREE_EVERY = 10
+#: So many updates skipped in a row are too many.
+MAX_SKIPPED = 20
 #: Names of the images on which the loss was not finite.
 NONFINITE = "nonfinite_batch.txt"
 
 
 class TrainingStopped(RuntimeError):
     """Training cannot go on; the message says where the last good checkpoint is."""
-
-
-@dataclass
-class State:
-    """Where a run is: the epoch and the update that come next, the rows of its summary, its best accuracy."""
-
-    epoch: int = 0
-    update: int = 0
-    best: float = float("-inf")
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    unreadable: dict[str, str] = field(default_factory=dict)  # name: reason
 
 
 def train(
@@ -58,151 +44,150 @@ def train(
 
     resume: "" begins a run, "auto" goes on with the one in `output` if there is one, a path with that one.
 
-    Ctrl-C and SIGTERM finish the update, save and return; `State.epoch` then is below `recipe.epochs`.
+    Ctrl-C and SIGTERM finish the update, save and return; `State.stopped_by` then is the signal's number.
     """
     with distributed.joined(device) as process:
-        run = Run(recipe, data_dir, output, resume, process, quiet)
+        run = None
         try:
+            run = Run(recipe, data_dir, output, resume, process, quiet)
             return run.train()
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            raise TrainingStopped(run.out_of_memory(error)) from error
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise TrainingStopped(_out_of_memory(recipe, process, output, error)) from error
         finally:
-            run.close()
+            if run is not None:
+                run.close()
 
 
-class Run:
-    """One run: its parts, put together in order, and the loop over its epochs."""
+class Run(Parts):
+    """One run, from where it is to its end."""
 
     def __init__(
         self, recipe: Recipe, data_dir: Path | None, output: Path, resume: str, process: Process, quiet: bool = False
     ) -> None:
-        self.recipe, self.output, self.process, self.device = recipe, output, process, process.device
-        saved = _find_state(output, resume)
-        self.data = open_data(recipe, data_dir, process)
-        self.captured = self._can_be_captured()
-
-        seed_everything(recipe.seed)  # the same first weights in every process
-        memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
-        self.model = build_model(recipe, self.data.num_classes).to(self.device, memory_format=memory_format)  # type: ignore[call-overload]
-        if recipe.sync_bn and process.world_size > 1:
-            if self.device.type != "cuda":
-                raise ValueError("sync_bn=true needs GPUs: torch's SyncBatchNorm does not run on a CPU")
-            self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
-        self.optimizer = build.build_optimizer(recipe, self.model, self.device, self.captured)
-        self.schedule = Schedule(self.optimizer)
-        self.average = AveragedModel(self.model, recipe.model_ema_decay) if recipe.model_ema else None
-        self.amp_dtype = build.amp_dtype(recipe, self.device)
-        preparation: dict[str, Any] = {
-            "mean": recipe.mean,
-            "std": recipe.std,
-            "device": self.device,
-            "channels_last": recipe.channels_last,
-        }
-        self.prepare_validation = Preparation(**preparation)
-        self.update = Update(
-            self._wrapped_model(),
-            self.optimizer,
-            build.build_criterion(recipe),
-            Preparation(
-                **preparation,
-                erase=build.build_erasing(recipe, self.device),
-                mix=build.build_mixing(recipe, self.data.num_classes),
-            ),
-            self.device,
-            amp_dtype=self.amp_dtype,
-            clip_grad=recipe.clip_grad,
-            skip_nonfinite=recipe.nonfinite == "skip",
-        )
-        self.state = State()
-        if saved is not None:
-            self._restore(checkpoint.read_torch(saved), saved)
-        if self.captured:
-            learning_rates_on_device(self.optimizer, self.device)
+        super().__init__(recipe, data_dir, output, resume, process)
         self.batches, self.run_update = self._batches_and_update()
 
-        if process.is_main:
-            output.mkdir(parents=True, exist_ok=True)
-            checkpoint.remove_torn_files(output)
-            journal.save_settings(output, recipe, data_dir, process.world_size, self.device)
-        self.curves = journal.Curves(output, self.done) if process.is_main else None
-        self.best_weights: nn.Module | None = None  # a copy that is still to be written
+        self.best: tuple[dict[str, Tensor], Description] | None = None  # weights that are still to be written
+        self.failures: list[Failure] = []  # of this process, in this epoch
         self.last_save = time.monotonic()
+        self.curves = None
+        if process.is_main and self.state.epoch < recipe.epochs:
+            self.folder.claim()
+            if self.resumed_from is not None:
+                self.folder.adopt_best(self.resumed_from)
+            journal.save_settings(output, recipe, data_dir, process.world_size, self.device)
+            self.curves = journal.Curves(output, self.done)
         quiet = quiet or not process.is_main
         self.progress = Progress(recipe.epochs, self.updates, self.data.batch_size, self.done, quiet)
-        for note in self.data.notes:
-            self.progress.say(note)
-
-    @property
-    def updates(self) -> int:
-        """Updates in an epoch."""
-        return self.data.train.updates
-
-    @property
-    def done(self) -> int:
-        """Updates so far, in all epochs."""
-        return self.state.epoch * self.updates + self.state.update
+        self.progress.accuracy = self.state.rows[-1]["eval_top1"] if self.state.rows else None
 
     # ------------------------------------------------------------------------------------------------ the loop
 
     def train(self) -> State:
         state, recipe = self.state, self.recipe
+        if state.epoch >= recipe.epochs:
+            self.progress.say(f"the run in {self.output} is finished: {state.epoch} epochs of {recipe.epochs}")
+            return state
         with self.progress, _told_to_stop() as told:
+            self._introduce()
             while state.epoch < recipe.epochs:
                 training_mode(self.model, recipe.freeze)
-                begin, first = time.monotonic(), state.update
-                for batch in self.batches(state.epoch, first):
+                begin = time.monotonic() - state.seconds
+                for batch in self._until_workers_die(self.batches(state.epoch, state.update), told):
                     self.schedule.set(learning_rate_factor(recipe, state.epoch + state.update / self.updates))
                     self.run_update(batch)
                     state.update += 1
+                    state.seconds = time.monotonic() - begin
                     if self.average is not None:
                         self.average.update(self.model, self.done)
-                    self._look()
-                    if self._should_stop(told):
+                    stop, save = self._look(told)
+                    if stop:
+                        return self._stop(told)
+                    if save:
                         self._save()
-                        self.progress.say(f"stopped after update {self.done} and saved; --resume auto goes on")
-                        return state
-                self._finish_epoch(begin, state.update - first)
+                        begin = time.monotonic() - state.seconds
+                        self.progress.skip_pause()
+                if told() is not None and state.update < self.updates:  # a signal has ended the workers
+                    return self._stop(told)
+                self._finish_epoch(begin)
         self._save()
         return state
 
-    def _look(self) -> None:
-        """On a CPU after every update, on a GPU now and then, since it waits for the device: is the loss finite?"""
+    def _stop(self, told: Callable[[], int | None]) -> State:
+        self.state.stopped_by = told()
+        self._save()
+        self.progress.say(f"stopped after update {self.done} and saved; --resume auto goes on")
+        return self.state
+
+    def _until_workers_die(self, batches: Iterator[Any], told: Callable[[], int | None]) -> Iterator[Any]:
+        """The batches; they end early if a signal to stop has ended the workers that prepare them."""
+        while True:
+            try:
+                batch = next(batches, None)
+            except RuntimeError as error:
+                if "DataLoader worker" in str(error) and told() is not None:
+                    return
+                raise
+            if batch is None:
+                return
+            yield batch
+
+    def _look(self, told: Callable[[], int | None]) -> tuple[bool, bool]:
+        """Whether to stop and whether to save now. On the way: is the loss finite, what is there to report?
+
+        A GPU is asked only now and then, since it has to be waited for, and other processes at agreed moments only.
+        """
         due = self.progress.is_due()
-        if due or self.device.type == "cpu":
+        alone = self.process.world_size == 1
+        agreed = alone or self.done % AGREE_EVERY == 0
+        if (alone and (due or self.device.type == "cpu")) or (not alone and agreed):
             self._stop_if_not_finite()
         if due:
             self.progress.report(self.done, self._mean_loss())
+        if not agreed:
+            return False, False
+        interval = self.recipe.checkpoint_interval
+        late = interval > 0 and time.monotonic() - self.last_save >= interval
+        if alone:
+            return told() is not None, late
+        return (
+            distributed.anywhere(told() is not None, self.device),
+            distributed.anywhere(late and self.process.is_main, self.device),
+        )
 
-    def _finish_epoch(self, begin: float, updates: int) -> None:
+    def _finish_epoch(self, begin: float) -> None:
         """Validate, write the records, and save if it is time."""
         state, recipe = self.state, self.recipe
         self._stop_if_not_finite()  # waits for the device, so the time is right
-        seconds = time.monotonic() - begin
+        state.seconds = time.monotonic() - begin
+        self.update.losses.copy_(distributed.summed(self.update.losses))
         self.progress.report(self.done, self._mean_loss())
         last = state.epoch + 1 == recipe.epochs
         metrics = self._validate() if last or (state.epoch + 1) % recipe.val_interval == 0 else None
-        row = self._row(metrics, seconds)
+        row = self._row(metrics)
         state.rows.append(row)
+        self._report_unreadable(distributed.gathered(self.failures))
+        self.failures = []
         if self.curves is not None:
-            self._draw(row, seconds / max(1, updates))
+            journal.save_summary(self.output, state.rows)
+            self._draw(row)
         self.progress.end_of_epoch(state.epoch, row["train_loss"], metrics)
-        if metrics is not None and metrics.top1 > state.best:
-            state.best = metrics.top1
-            self.best_weights = _copy_of(self._evaluated_model())
-        state.epoch, state.update = state.epoch + 1, 0
-        self.update.loss_sum.zero_()
-        if not last and time.monotonic() - self.last_save >= recipe.checkpoint_interval:
+        self._keep_if_best(metrics)
+        state.epoch, state.update, state.seconds = state.epoch + 1, 0, 0.0
+        self.update.losses.zero_()
+        late = time.monotonic() - self.last_save >= recipe.checkpoint_interval and self.process.is_main
+        if not last and distributed.anywhere(late, self.device):
             self._save()
         self.progress.skip_pause()
 
     def _validate(self) -> Metrics:
+        model = self._evaluated_model()
+        distributed.average_buffers(model)
+        self.progress.validating()
         metrics, failures = evaluate(
-            self._evaluated_model(),
-            self.data.validation,
-            self.prepare_validation,
-            self.device,
-            self.amp_dtype,
-            self.data.sharded,
+            model, self.data.validation, self.prepare_validation, self.device, self.amp_dtype, self.data.sharded
         )
         self._report_unreadable(failures)
         return metrics
@@ -210,72 +195,54 @@ class Run:
     def _evaluated_model(self) -> nn.Module:
         return self.model if self.average is None else self.average.module
 
+    def _keep_if_best(self, metrics: Metrics | None) -> None:
+        """Copy the best weights so far to the CPU, to be written with the next checkpoint."""
+        if metrics is None:
+            return
+        if not math.isfinite(metrics.loss):
+            message = f"the validation loss is not finite after epoch {self.state.epoch + 1}; {self._last_good()}"
+            if self.recipe.nonfinite == "stop":
+                raise TrainingStopped(message)
+            self.progress.say(message)
+        elif (metrics.top1, -metrics.loss) > (self.state.best, -self.state.best_loss):
+            self.state.best, self.state.best_loss = metrics.top1, metrics.loss
+            if self.process.is_main:
+                weights = self._evaluated_model().state_dict()
+                self.best = {name: tensor.cpu().clone() for name, tensor in weights.items()}, self.description()
+
     # ------------------------------------------------------------------------------------------------ saving
 
     def _save(self) -> None:
-        """Write the best and the last weights, then the state: it must never claim what is not on the disk."""
-        self._stop_if_not_finite()
+        self._stop_if_not_finite()  # a checkpoint is always a good one
         if self.process.is_main:
-            if self.best_weights is not None:
-                checkpoint.save_weights(self.best_weights, self._description(), self.output / BEST)
-                self.best_weights = None
-            checkpoint.save_weights(self._evaluated_model(), self._description(), self.output / LAST)
-            journal.save_summary(self.output, self.state.rows)
-            checkpoint.save_state(self._state(), self.output / STATE)
+            last = self._evaluated_model().state_dict(), self.description()
+            self.folder.save(self.best, last, self.state_dict())
+            self.best = None
         distributed.wait_for_all()
         self.last_save = time.monotonic()
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "grassy": grassy.__version__,
-            "recipe": self.recipe.to_dict(),
-            "progress": dataclasses.asdict(self.state),
-            "model": self.model.state_dict(),
-            "average": None if self.average is None else self.average.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.update.scaler.state_dict(),
-            "loss_sum": float(self.update.loss_sum),
-        }
-
-    def _restore(self, saved: dict[str, Any], path: Path) -> None:
-        try:
-            self.model.load_state_dict(saved["model"])
-            self.optimizer.load_state_dict(saved["optimizer"])
-            if self.average is not None:
-                self.average.load_state_dict(saved["average"])
-            self.update.scaler.load_state_dict(saved["scaler"])
-            self.state = State(**saved["progress"])
-            self.update.loss_sum.fill_(saved["loss_sum"])
-        except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{path} does not belong to this recipe: {str(error).splitlines()[0]}") from None
-        self.update.number.fill_(self.done)
-
-    def _description(self) -> Description:
-        recipe = self.recipe
-        metrics = {key: row for key, row in (self.state.rows[-1] if self.state.rows else {}).items() if row is not None}
-        return Description(
-            model=recipe.model,
-            num_classes=self.data.num_classes,
-            head=recipe.head,
-            model_kwargs=recipe.model_kwargs,
-            class_names=self.data.class_names,
-            img_size=recipe.test_size or recipe.img_size,
-            crop_pct=recipe.crop_pct,
-            interpolation=recipe.interpolation,
-            mean=recipe.mean,
-            std=recipe.std,
-            recipe=recipe.to_dict(),
-            epoch=len(self.state.rows),
-            metrics=metrics,
-            version=grassy.__version__,
-        )
-
     # ------------------------------------------------------------------------------------------------ records
 
-    def _mean_loss(self) -> float:
-        return float(self.update.loss_sum) / max(1, self.state.update)
+    def _introduce(self) -> None:
+        for note in self.data.notes:
+            self.progress.say(note)
+        weights = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        place = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        many = f", {self.process.world_size} processes" if self.process.world_size > 1 else ""
+        head = " ".join(f"{key}={value}" if key != "name" else str(value) for key, value in self.recipe.head.items())
+        self.progress.say(
+            f"{self.recipe.model} with head {head}, {weights / 1e6:.1f} M weights to train, {self.data.num_classes} "
+            f"classes, {self.updates} updates of {self.data.batch_size} images an epoch, on {place}{many}, into "
+            f"{self.output}"
+        )
+        if self.done:
+            self.progress.say(f"resumed after update {self.done}, in epoch {self.state.epoch + 1}")
 
-    def _row(self, metrics: Metrics | None, seconds: float) -> dict[str, Any]:
+    def _mean_loss(self) -> float:
+        total, count = self.update.losses.tolist()
+        return total / count if count else math.nan
+
+    def _row(self, metrics: Metrics | None) -> dict[str, Any]:
         rates = {group[MANIFOLD]: float(group["lr"]) for group in self.optimizer.param_groups}
         return {
             "epoch": self.state.epoch,
@@ -285,17 +252,18 @@ class Run:
             "eval_top5": None if metrics is None else metrics.top5,
             "lr": rates.get("euclidean"),
             "head_lr": rates.get(GRASSMANN),
-            "seconds": seconds,
+            "seconds": self.state.seconds,
         }
 
-    def _draw(self, row: dict[str, Any], seconds_an_update: float) -> None:
+    def _draw(self, row: dict[str, Any]) -> None:
         assert self.curves is not None
         scalars = {name: row[name] for name in row if name != "epoch" and row[name] is not None}
         scalars |= diagnostics.after_an_update(self.model, self.optimizer)
         if len(self.state.rows) == min(2, self.recipe.epochs):  # the first epoch may have spent its time compiling
             size = self.data.batch_size // self.process.world_size
-            seconds = diagnostics.head_seconds(self.model, size, self.amp_dtype)
-            scalars["time/head_share"] = seconds / seconds_an_update
+            with contextlib.suppress(torch.OutOfMemoryError):  # of a head that fits only once
+                seconds = diagnostics.head_seconds(self.model, size, self.amp_dtype)
+                scalars["time/head_share"] = seconds / (row["seconds"] / self.updates)
         self.curves.add(scalars, self.done)
 
     def _report_unreadable(self, failures: list[Failure]) -> None:
@@ -309,65 +277,30 @@ class Run:
     def close(self) -> None:
         if self.curves is not None:
             self.curves.close()
+        self.folder.release()
 
     # ------------------------------------------------------------------------------------------------ stopping
 
     def _stop_if_not_finite(self) -> None:
-        number = int(self.update.first_bad)
-        if number < 0:
+        number = int(distributed.largest(self.update.first_bad))
+        skipped = self.update.skipped_in_a_row
+        if number < 0 and skipped < MAX_SKIPPED:
             return
-        epoch, update = divmod(number, self.updates)
+        epoch, update = divmod(number if number >= 0 else self.done - 1, self.updates)
         names = self.data.train.names_of(epoch, update)
         listing = self.output / NONFINITE
         if self.process.is_main:
             text = "".join(f"{name}\n" for name in names)
             checkpoint.write_atomically(listing, lambda file: file.write(text.encode()))
+        row = f", the last of {skipped} in a row that were skipped" if number < 0 else ""
         raise TrainingStopped(
-            f"the loss is not finite at update {update + 1} of epoch {epoch + 1}, on {names[0]} and {len(names) - 1} "
-            f"other images that {listing} names; {self._last_good()}; "
+            f"the loss is not finite at update {update + 1} of epoch {epoch + 1}{row}, on {names[0]} and "
+            f"{len(names) - 1} other images that {listing} names; {self._last_good()}; "
             "nonfinite=skip would leave such updates out, a lower lr or clip_grad may prevent them"
         )
 
-    def out_of_memory(self, error: BaseException) -> str:
-        """A line on what was too much, and what to do."""
-        size = self.data.batch_size // self.process.world_size // self.recipe.grad_accum_steps
-        return (
-            f"out of memory with {size} images of {self.recipe.img_size} pixels at a time on {self.device}: lower "
-            f"batch_size, or raise grad_accum_steps, which keeps the batch; {self._last_good()}"
-            f" ({(str(error).splitlines() or [''])[0][:120]})"
-        )
-
     def _last_good(self) -> str:
-        good = self.output / STATE
-        return f"the last good checkpoint is {good}" if good.exists() else "there is no checkpoint yet"
-
-    def _should_stop(self, told: Callable[[], bool]) -> bool:
-        if self.process.world_size > 1 and self.done % STOP_CHECK:
-            return False
-        return distributed.anywhere(told(), self.device)
-
-    # ------------------------------------------------------------------------------------------------ putting together
-
-    def _wrapped_model(self) -> nn.Module:
-        model = self.model
-        if build.compiles(self.recipe, self.device):
-            model = torch.compile(model)  # type: ignore[assignment]
-        if self.process.world_size > 1:
-            ids = [self.device.index] if self.device.type == "cuda" else None
-            model = nn.parallel.DistributedDataParallel(model, device_ids=ids)
-        return model
-
-    def _can_be_captured(self) -> bool:
-        """Whether a whole update fits into one CUDA graph: nothing in it may ask the host."""
-        recipe = self.recipe
-        return (
-            self.device.type == "cuda"
-            and self.process.world_size == 1
-            and isinstance(self.data.train, ResidentLoader)
-            and recipe.opt in build.FUSED
-            and build.amp_dtype(recipe, self.device) is not torch.float16
-            and not (recipe.mixes or recipe.reprob or recipe.nonfinite == "skip")
-        )
+        return _last_good(self.output)
 
     def _batches_and_update(self) -> tuple[Callable[[int, int], Iterator[Any]], Callable[[Any], None]]:
         """What the loop iterates over, and what it does with each of them."""
@@ -379,49 +312,38 @@ class Run:
             # So that a resumed run draws what it would have drawn; other processes draw something else.
             seed_everything(seed_of(self.recipe.seed, self.done, self.process.rank))
             for part in parts:
-                self._report_unreadable(part.failures)
+                self.failures += part.failures
+                if self.process.world_size == 1:
+                    self._report_unreadable(part.failures)
+            before = self.update.skipped_in_a_row
             self.update([(part.images, part.labels) for part in parts])
+            if self.update.skipped_in_a_row > before:
+                self.progress.say(f"skipped update {self.done + 1}: its loss or gradient is not finite")
 
         return self.data.train.epoch, run
 
 
-def seed_everything(seed: int) -> None:
-    """Python's, NumPy's and torch's generators, on all devices."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 (what timm's mixup draws from)
-    torch.manual_seed(seed)
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def _find_state(output: Path, resume: str) -> Path | None:
-    """The file to resume from. A folder that holds a run is not written over."""
-    own = output / STATE
-    if not resume:
-        if own.exists() or (output / LAST).exists():
-            raise ValueError(
-                f"{output} holds a run already: --resume auto goes on with it, another --output begins one"
-            )
-        return None
-    if resume == "auto":
-        return own if own.exists() else None
-    path = Path(resume)
-    path = path / STATE if path.is_dir() else path
-    if not path.is_file():
-        raise ValueError(f"there is nothing to resume from at {path}")
-    return path
+def _out_of_memory(recipe: Recipe, process: Process, output: Path, error: BaseException) -> str:
+    size = max(1, recipe.batch_size // process.world_size // recipe.grad_accum_steps)
+    return (
+        f"out of memory with {size} images of {recipe.img_size} pixels at a time on {process.device}: lower "
+        f"batch_size, or raise grad_accum_steps, which keeps the batch; {_last_good(output)}"
+        f" ({(str(error).splitlines() or [''])[0][:120]})"
+    )
 
 
-def _copy_of(model: nn.Module) -> nn.Module:
-    """A copy on the CPU, to be written later."""
-    import copy
-
-    with torch.no_grad():
-        twin = copy.deepcopy(model)
-    return twin.cpu()
+def _last_good(output: Path) -> str:
+    good = output / STATE
+    return f"the last good checkpoint is {good}" if good.exists() else "there is no checkpoint yet"
 
 
 @contextlib.contextmanager
-def _told_to_stop() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed or SIGTERM came; a second one ends the process at once."""
+def _told_to_stop() -> Iterator[Callable[[], int | None]]:
+    """The signal that came, of Ctrl-C and SIGTERM, or None; a second one ends the process at once."""
     received: list[int] = []
     previous: dict[int, Any] = {}
 
@@ -433,7 +355,7 @@ def _told_to_stop() -> Iterator[Callable[[], bool]]:
         with contextlib.suppress(ValueError):  # not in the main thread: the caller handles signals
             previous[number] = signal.signal(number, note)
     try:
-        yield lambda: bool(received)
+        yield lambda: received[0] if received else None
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

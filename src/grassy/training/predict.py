@@ -19,7 +19,9 @@ from grassy.spelling import nearest
 from grassy.torchvision_import import import_torchvision
 from grassy.training.augment import Transform, eval_transform
 from grassy.training.checkpoint import Description, load, read_description, weights_file, write_atomically
+from grassy.training.decode import reason_for, to_rgb
 from grassy.training.distributed import find_device
+from grassy.training.files import is_hidden
 from grassy.training.models import heads_of
 
 MANY = 100  # images, from which on a bar is worth showing
@@ -69,7 +71,7 @@ def predict(
 
 
 def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """Files as they are given, and for a folder all images below it, sorted by name."""
+    """Files as they are given, and for a folder all images below it that are not hidden, sorted by name."""
     import_torchvision()
     from timm.data import get_img_extensions
 
@@ -101,8 +103,8 @@ def _files_below(root: Path) -> Iterator[Path]:
             below.clear()
             continue
         seen.add(place)
-        below.sort()
-        yield from (Path(folder, name) for name in names)
+        below[:] = sorted(name for name in below if not is_hidden(name))
+        yield from (Path(folder, name) for name in names if not is_hidden(name))
 
 
 # ------------------------------------------------------------------------------------------------ the model
@@ -183,9 +185,9 @@ def _read(path: Path, transform: Transform) -> Tensor | str:
 
     try:
         with Image.open(path) as image:
-            return transform(image.convert("RGB"))
+            return transform(to_rgb(image))
     except Exception as error:  # a damaged file fails in any way that its decoder has, SyntaxError among them
-        return " ".join(str(error).split()) or type(error).__name__
+        return reason_for(error)
 
 
 # ------------------------------------------------------------------------------------------------ output

@@ -39,7 +39,7 @@ class Progress:
         return time.monotonic() - self.looked >= self.interval
 
     def report(self, done: int, loss: float) -> None:
-        """Say how far the run is: `done` updates in all, and the mean loss since the last report."""
+        """Say how far the run is: `done` updates in all, and the mean loss of the epoch so far."""
         now = time.monotonic()
         if done > self.looked_at and now > self.looked:
             self.speed = (done - self.looked_at) * self.batch_size / (now - self.looked)
@@ -53,13 +53,19 @@ class Progress:
 
     def end_of_epoch(self, epoch: int, loss: float, metrics: Metrics | None) -> None:
         """A line that stays: what an epoch (from 0) came to."""
+        done = (epoch + 1) * self.updates
         scores = ""
         if metrics is not None:
             self.accuracy = metrics.top1
-            scores = f", top-1 {metrics.top1:.2f}, top-5 {metrics.top5:.2f}"
-        done = (epoch + 1) * self.updates
-        tail = f", {self.speed:,.0f} images/s" + (f", {self._left(done)} left" if done < self.total else "")
-        self.say(f"epoch {epoch + 1}/{self.epochs}: loss {loss:.4f}{scores}{tail}")
+            scores = f", val {metrics.loss:.4f}, top-1 {metrics.top1:.2f}, top-5 {metrics.top5:.2f}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, **self._fields(done, loss))
+        self.say(f"epoch {epoch + 1}/{self.epochs}: loss {loss:.4f}{scores}, {self.speed:,.0f} images/s")
+
+    def validating(self) -> None:
+        """Say so on a terminal, where the bar would seem to have stopped."""
+        if self._bar is not None:
+            self._bar.update(self._task, speed="validating,")
 
     def say(self, text: str) -> None:
         if self.quiet:
@@ -76,7 +82,7 @@ class Progress:
     def _fields(self, done: int, loss: float) -> dict[str, str]:
         accuracy = "-" if self.accuracy is None else f"{self.accuracy:.2f}"
         return {
-            "epoch": f"{min(done // self.updates + 1, self.epochs)}/{self.epochs}",
+            "epoch": f"{max(1, -(-done // self.updates))}/{self.epochs}",
             "loss": f"{loss:.4f}",
             "accuracy": accuracy,
             "speed": f"{self.speed:,.0f}",
@@ -105,6 +111,7 @@ class Progress:
             TimeRemainingColumn(compact=True),
             console=Console(stderr=True),
             expand=True,
+            transient=True,  # the lines of the epochs stay
         )
         empty = {"epoch": f"1/{self.epochs}", "loss": "-", "accuracy": "-", "speed": "-"}
         self._task = self._bar.add_task("", total=self.total, completed=done, **empty)

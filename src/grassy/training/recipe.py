@@ -19,19 +19,10 @@ import torch
 
 from grassy.heads import check_head_options, create_head
 from grassy.spelling import nearest
+from grassy.training.checks import check_values
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "crop": ("resized", "padded", "none"),
-    "loss": ("cross-entropy", "bce"),
-    "sched": ("cosine", "step", "constant"),
-    "amp": ("auto", "off", "bfloat16", "float16"),
-    "loader": ("auto", "workers", "resident"),
-    "torchcompile": ("auto", "on", "off"),
-    "nonfinite": ("stop", "skip"),
-    "retraction": ("geodesic", "qf"),
-    "transport": ("projection", "parallel"),
-    "remode": ("const", "rand", "pixel"),
-}
+#: The recipe of a run, in its folder.
+ARGS = "args.yaml"
 
 
 @dataclass(frozen=True)
@@ -80,7 +71,7 @@ class Recipe:
     aug_repeats: int = 1  # views of each image in an epoch, which then has as many images fewer
 
     # --- the loss
-    loss: str = "cross-entropy"
+    loss: str = "cross-entropy"  # bce: the mean over classes, as timm has it; bce-sum: their sum
     smoothing: float = 0.0
 
     # --- the optimizer and its schedule
@@ -118,36 +109,13 @@ class Recipe:
     workers: int = 4
     val_batch_size: int | None = None
     val_interval: int = 1  # epochs between validations; the last epoch is always validated
-    checkpoint_interval: float = 60.0  # seconds; saved at the end of an epoch, if that long ago, and of the run
+    checkpoint_interval: float = 300.0  # seconds between checkpoints; 0: at the end of every epoch
     nonfinite: str = "stop"  # or "skip" the update and go on
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             object.__setattr__(self, f.name, _typed(f.name, getattr(self, f.name), HINTS[f.name]))
-        for name, allowed in CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}{nearest(value, allowed)}")
-        for name in ("epochs", "batch_size", "grad_accum_steps", "img_size", "aug_repeats", "val_interval"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        nonnegative = ("lr", "weight_decay", "head_lr", "warmup_epochs", "warmup_lr", "min_lr", "workers", "padding")
-        for name in (*nonnegative, "mixup", "cutmix", "color_jitter", "seed", "checkpoint_interval"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("hflip", "reprob", "smoothing", "drop_path", "mixup_prob", "mixup_switch_prob"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie between 0 and 1, got {getattr(self, name)}")
-        if not 0 < self.crop_pct <= 1:
-            raise ValueError(f"crop_pct must lie in (0, 1], got {self.crop_pct}")
-        if self.batch_size % self.grad_accum_steps:
-            raise ValueError(f"batch_size {self.batch_size} is not divisible by {self.grad_accum_steps} accumulations")
-        if self.warmup_epochs >= self.epochs and self.warmup_epochs:
-            raise ValueError(f"warmup_epochs {self.warmup_epochs:g} must be fewer than epochs {self.epochs}")
-        if self.sched != "step" and self.decay_milestones:
-            raise ValueError(f"decay_milestones are for sched step, not {self.sched}")
-        if self.smoothing and self.loss == "bce" and not self.mixes:
-            raise ValueError("smoothing goes with bce only where mixup or cutmix make soft targets")
+        check_values(self)
         object.__setattr__(self, "head", {"name": "linear", **self.head})
         _check_head(**self.head)
 
@@ -170,7 +138,7 @@ HINTS: dict[str, Any] = typing.get_type_hints(Recipe)
 def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """The recipe of that name, or of a user's file, with `key=value` overrides.
 
-    name: of a recipe of the package, or the path of a YAML file (whose base may be either, too).
+    name: of a recipe of the package, or the path of a YAML file (whose base may be either, too) or of a run's folder.
     """
     settings = read_settings(name)
     for override in overrides:
@@ -274,11 +242,15 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
 
 def _read(name: str | Path, seen: tuple[str, ...]) -> tuple[str, str]:
     """The text of a recipe and its name or path."""
-    path = Path(name)
+    path, file = Path(name), _folder() / f"{name}.yaml"
+    packaged = "/" not in str(name) and file.is_file()
+    if path.is_dir() and not packaged:
+        path = path / ARGS
+        if not path.is_file():
+            raise ValueError(f"{name} is a folder without {ARGS}, so not that of a run: give the name of a recipe")
     if path.suffix in (".yaml", ".yml"):
         return path.read_text(), os.path.normpath(path)  # so that a circle of bases comes back to the same path
-    file = _folder() / f"{name}.yaml"
-    if "/" in str(name) or not file.is_file():
+    if not packaged:
         of = f" (the base of {seen[-1]})" if seen else ""
         hint = nearest(str(name), recipe_names())
         raise ValueError(

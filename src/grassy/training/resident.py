@@ -76,7 +76,7 @@ class ResidentLoader:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
         """The parts of each update of an epoch, from update `start` on."""
         for parts in self.plans(epoch, start):
-            yield [Batch(*self.assemble(rows), indices=[]) for rows in parts]
+            yield [Batch(*self.assemble(rows)) for rows in parts]
 
     def names_of(self, epoch: int, update: int) -> list[str]:
         """Names of the images of an update, for messages."""
@@ -97,4 +97,4 @@ class ResidentValidation:
     def __iter__(self) -> Iterator[Batch]:
         for begin in range(0, len(self.labels), self.batch_size):
             chosen = slice(begin, begin + self.batch_size)
-            yield Batch(self.pixels[chosen].permute(0, 3, 1, 2), self.labels[chosen], indices=[])
+            yield Batch(self.pixels[chosen].permute(0, 3, 1, 2), self.labels[chosen])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from grassy.loss import classification_loss
 from grassy.optim import clip_grad_norm_
 from grassy.training import distributed
-from grassy.training.loader import Preparation
+from grassy.training.prepare import Preparation
 
 #: Updates that run outside the graph first: kernels are compiled and buffers created in them.
 EAGER_UPDATES = 3
@@ -39,13 +39,14 @@ class Update:
         self.model, self.optimizer, self.criterion, self.prepare = model, optimizer, criterion, prepare
         self.device, self.amp_dtype, self.clip_grad, self.skip_nonfinite = device, amp_dtype, clip_grad, skip_nonfinite
         self.scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
-        self.loss_sum = torch.zeros((), device=device)
+        self.losses = torch.zeros(2, device=device)  # their sum and their number, since the epoch began
         self.number = torch.zeros((), dtype=torch.int64, device=device)
         self.first_bad = torch.full((), -1, dtype=torch.int64, device=device)
-        self.skipped = 0
+        self.skipped_in_a_row = 0
 
     def __call__(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
         """One update from the parts of its batch: uint8 images and labels on the device."""
+        buffers = [buffer.clone() for buffer in self.model.buffers()] if self.skip_nonfinite else []
         self.optimizer.zero_grad(set_to_none=True)  # not at the end: gradients stay there to be looked at
         loss = torch.zeros((), device=self.device)
         for i, (images, labels) in enumerate(parts):
@@ -55,9 +56,12 @@ class Update:
                     part = classification_loss(self.model, images, target, self.criterion) / len(parts)
                 self.scaler.scale(part).backward()
             loss += part.detach()
-        if self.skip_nonfinite and distributed.anywhere(not bool(loss.isfinite()), self.device):
-            self.skipped += 1
+        if self.skip_nonfinite and self._is_bad(loss):
+            self.skipped_in_a_row += 1
+            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)  # batch statistics have seen the batch
         else:
+            self.skipped_in_a_row = 0
             self._note(loss)
             self.scaler.unscale_(self.optimizer)
             if self.clip_grad is not None:
@@ -66,10 +70,18 @@ class Update:
             self.scaler.update()
         self.number += 1
 
+    def _is_bad(self, loss: Tensor) -> bool:
+        """Whether loss or gradient are not finite in some process. Scaled gradients are the scaler's own affair."""
+        bad = ~loss.isfinite()
+        if not self.scaler.is_enabled():
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            bad = bad | ~torch.nn.utils.get_total_norm(gradients).isfinite()
+        return distributed.anywhere(bool(bad), self.device)
+
     def _note(self, loss: Tensor) -> None:
         new = (self.first_bad < 0) & ~loss.isfinite()
         self.first_bad.copy_(torch.where(new, self.number, self.first_bad))
-        self.loss_sum += loss
+        self.losses += torch.stack([loss, torch.ones_like(loss)])
 
     def _without_communication(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """DDP has to sum gradients once an update, with the last part."""

@@ -63,11 +63,11 @@ def _own(path: Path) -> tuple[Images, Images]:
         if (path / "train.npz").is_file():
             train = arrays_from_file(path / "train.npz", "train")
             if not (path / "test.npz").is_file():
-                return train, arrays_from_file(path, "validation")
-            test = arrays_from_file(path / "test.npz", "test")
+                return train, arrays_from_file(path, "validation", train.class_names)
+            test = arrays_from_file(path / "test.npz", "test", train.class_names)
             if not (path / "val.npz").is_file():
                 return train, test
-            return Joined([train, arrays_from_file(path / "val.npz", "val")]), test
+            return Joined([train, arrays_from_file(path / "val.npz", "val", train.class_names)]), test
         train_images = open_images("", path, "train")
         test_split = "test" if (path / "test").exists() else "validation"
         return train_images, open_images("", path, test_split, train_images.class_names)
