@@ -17,7 +17,9 @@ LAYERS = [
     {"heads", "optim"},
     {"loss", "surgery", "analysis"},
     {"training"},
-    {"transfer", "report", "demo"},
+    {"transfer", "report"},
+    {"demo_page"},
+    {"demo"},
     {"cli"},
     {"__main__"},
 ]

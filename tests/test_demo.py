@@ -55,7 +55,8 @@ def test_without_a_terminal_every_run_is_one_plain_line_and_the_last_line_says_w
     _, lines, folder = quick
     assert sum(line.startswith("seed ") for line in lines) == 2 * demo.QUICK.seeds
     assert not any("\x1b" in line or "\r" in line for line in lines)
-    assert lines[-1] == f"Saved {folder / 'demo.png'} and {folder / 'demo.json'}"
+    assert lines[-2] == f"Saved {folder / 'demo.png'} and {folder / 'demo.json'}"
+    assert lines[-1].endswith(f"open {folder / 'report.html'} in a browser")
 
 
 def test_the_picture_is_one_and_nothing_else_is_left_in_the_folder(quick):
@@ -63,7 +64,7 @@ def test_the_picture_is_one_and_nothing_else_is_left_in_the_folder(quick):
     pixels = imread(folder / "demo.png")
     assert pixels.shape[1] >= 1500
     assert pixels.std() > 0.05  # not blank
-    assert sorted(path.name for path in folder.iterdir()) == ["demo.json", "demo.png"]
+    assert sorted(path.name for path in folder.iterdir()) == ["demo.json", "demo.png", "report.html"]
 
 
 def test_the_numbers_file_names_the_platform_and_no_folder(quick):

@@ -204,6 +204,61 @@ def run_transfer(args: argparse.Namespace) -> None:
     print(f"Saved {args.output / 'transfer.csv'} and transfer.json")
 
 
+def add_analyze(commands: "argparse._SubParsersAction[Parser]") -> None:
+    parser = commands.add_parser("analyze", help="measure the classes and features of a run: RUN/analysis.json")
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of a run, or its .safetensors file")
+    parser.add_argument("--data-dir", type=Path, help="as for train; without it the weights alone are measured")
+    parser.add_argument("--split", help="of the data (default: the recipe's val_split; the paper measures on train)")
+    parser.add_argument("--dataset", help="default: the recipe's")
+    parser.add_argument("--cache", type=Path, help="folder for features (default: features in RUN)")
+    parser.add_argument("--batch-size", type=int, default=256, help="images at a time")
+    parser.add_argument("--workers", type=int, help="processes that read images")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.set_defaults(run=run_analyze, extra="report")
+
+
+def run_analyze(args: argparse.Namespace) -> None:
+    from grassy.report.analyze import analyze, render
+
+    result = analyze(
+        args.run_folder,
+        args.data_dir,
+        args.split,
+        args.device,
+        dataset=args.dataset,
+        batch_size=args.batch_size,
+        workers=args.workers,
+        cache=args.cache,
+    )
+    print(render(result))
+
+
+def add_report(commands: "argparse._SubParsersAction[Parser]") -> None:
+    parser = commands.add_parser("report", help="one HTML page to explore runs with, offline")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs")
+    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: report.html")
+    parser.add_argument("--data-dir", type=Path, help="as for train; adds sample images, and what needs features")
+    parser.add_argument("--split", help="of the data (default: the recipe's val_split)")
+    parser.add_argument("--title", default="", help="of the page")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="write heatmaps as PDF there, too")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.set_defaults(run=run_report, extra="report")
+
+
+def run_report(args: argparse.Namespace) -> None:
+    from grassy.report.page import report, run_names
+
+    page = report(args.runs, args.output, args.data_dir, args.split, args.device, args.title)
+    if args.pictures is not None:
+        from grassy.report.analyze import read_analysis
+        from grassy.report.pictures import save_pictures
+
+        runs = list(dict.fromkeys(args.runs))
+        save_pictures(dict(zip(run_names(runs), map(read_analysis, runs), strict=True)), args.pictures)
+        print(f"Saved pictures in {args.pictures}")
+    print(f"Saved {page} ({page.stat().st_size / 1e6:.1f} MB); open it in a browser")
+
+
 COMMANDS: tuple[Callable[["argparse._SubParsersAction[Parser]"], None], ...] = (
     add_demo,
     add_train,
@@ -211,6 +266,8 @@ COMMANDS: tuple[Callable[["argparse._SubParsersAction[Parser]"], None], ...] = (
     add_predict,
     add_export,
     add_transfer,
+    add_analyze,
+    add_report,
     add_recipes,
 )
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 import grassy
 from grassy.analysis import class_separation, variability
+from grassy.demo_page import page_run, write_demo_page
 
 #: What is measured: the key in demo.json, the title of its column and panel, and how many decimals are worth showing.
 MEASURES = (
@@ -83,14 +84,14 @@ class Split(NamedTuple):
 
 
 def run(output: Path, settings: Settings = FULL) -> dict[str, Any]:
-    """Train and measure every head with every seed, print the table, write demo.json and demo.png into `output`."""
+    """Train and measure every head with every seed, print the table, write numbers, picture and page into `output`."""
     if settings.seeds < 1 or settings.epochs < 1:
         raise ValueError(f"the demo needs at least 1 seed and 1 epoch, got {settings.seeds} and {settings.epochs}")
     _make_writable(output)  # now, rather than after all the work
     console, start = Console(markup=False, emoji=False, highlight=False), time.perf_counter()
     heads = settings.heads()
     console.print(f"{len(heads)} heads x {settings.seeds} seeds on 8x8 digits, 7 classes trained and 3 held out.")
-    runs, pixels = [], []
+    runs, pixels, pages = [], [], []
     with _single_thread(), _progress(console, len(heads) * settings.seeds * settings.epochs) as advance:
         for seed in range(settings.seeds):
             split = split_digits(seed)
@@ -100,8 +101,12 @@ def run(output: Path, settings: Settings = FULL) -> dict[str, Any]:
                 torch.manual_seed(seed)  # the same backbone for every head
                 model = build(name, options, settings)
                 torch.manual_seed(seed)  # and the same batches
-                loss = train(model, split.train, settings, functools.partial(advance, what))
+                losses: list[float] = []
+                loss = train(model, split.train, settings, functools.partial(_note, losses, advance, what))
                 measured = {"train_loss": loss, **measure(model, split, seed)}
+                if seed == 0:
+                    names = [str(digit) for digit in range(10) if digit not in split.held_out]
+                    pages.append(page_run(label, (name, options), model, split.test, names, losses))
                 runs.append({"head": label, "seed": seed, "held_out": split.held_out, **measured})
                 if not console.is_terminal:
                     shown = ", ".join(f"{key} {measured[key]:.{digits}f}" for key, _, digits in MEASURES)
@@ -116,12 +121,14 @@ def run(output: Path, settings: Settings = FULL) -> dict[str, Any]:
         "versions": {"grassy": grassy.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "platform": f"{platform.system()} {platform.machine()}",
     }
-    numbers, picture = output / "demo.json", output / "demo.png"
+    numbers, picture, page = output / "demo.json", output / "demo.png", output / "report.html"
     _write(numbers, lambda file: file.write(json.dumps(result, indent=1, allow_nan=False).encode()))
     _write(picture, lambda file: draw(result).savefig(file, format="png", dpi=160))
+    write_demo_page(pages, page)
     console.print("", table(result), sep="\n")
     console.print(f"\n{caption(result)}", style="dim")
     console.print(f"\nSaved {picture} and {numbers}", soft_wrap=True)
+    console.print(f"To explore the classes of the first seed, open {page} in a browser", soft_wrap=True)
     return result
 
 
@@ -279,6 +286,11 @@ def draw(result: dict[str, Any]) -> Figure:
 
 
 # --- progress and files -----------------------------------------------------------------------------------------
+
+
+def _note(losses: list[float], advance: Callable[[str, float], None], what: str, loss: float) -> None:
+    losses.append(loss)
+    advance(what, loss)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,263 @@
+"""Figures of matplotlib as the paper has them: heatmaps of angles, measures against k, strategies, iteration time.
+
+Every function gives a `Figure`; `figure.savefig("name.pdf")` keeps lines and text as such. Colours are those of Okabe
+and Ito, or maps that grow darker evenly, so that they work in grey and for all kinds of colour vision.
+"""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from grassy import paper
+from grassy.report.packing import unpack_angles
+
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "0.75"
+ORDERS = ("index", "name", "cluster")
+
+#: What is drawn against k: its key, its title, and the key of the paper's figures.
+MEASURES = (
+    ("accuracy", "Accuracy (%)"),
+    ("variability", "Variability (°)"),
+    ("class_separation", "Class separation R²"),
+    ("transfer", "Transfer, linear SVM (%)"),
+)
+PAPER_BY_DIMENSION = {1: "resnet50d-grassmann-k1", 4: "resnet50d-grassmann-k4", 8: "resnet50d-grassmann",
+                      16: "resnet50d-grassmann-k16", 32: "resnet50d-grassmann-k32"}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ heatmaps
+
+
+def angle_heatmap(analysis: Mapping[str, Any], angle: int = 1, order: str | Sequence[int] = "cluster") -> Figure:
+    """The angle-th principal angle between all classes, or the angle between class vectors.
+
+    order: "index", "name", "cluster", or all classes in an order of your own.
+    """
+    return angle_heatmaps(analysis, [angle], order)
+
+
+def angle_heatmaps(
+    analysis: Mapping[str, Any], angles: Sequence[int] | None = None, order: str | Sequence[int] = "cluster"
+) -> Figure:
+    """Several principal angles side by side, the smallest first, each with its own scale; default all of them."""
+    degrees = unpack_angles(analysis["angles"])
+    k = degrees.shape[-1]
+    chosen = list(range(1, k + 1)) if angles is None else list(angles)
+    for angle in chosen:
+        if not 1 <= angle <= k:
+            raise ValueError(f"angle must lie between 1 and {k}, the angles of a pair, got {angle}")
+    places = _order(analysis, order)
+    columns = min(len(chosen), 4)
+    rows = -(-len(chosen) // columns)
+    size = 5.2 if len(chosen) == 1 else 3.4
+    figure = Figure(figsize=(size * columns + 0.4, size * 0.9 * rows + 0.3), layout="constrained")
+    for axes, angle in zip(figure.subplots(rows, columns, squeeze=False).flat, chosen, strict=False):
+        _heatmap(figure, axes, analysis, degrees[..., angle - 1], angle, places)
+    for axes in figure.axes[len(chosen) : rows * columns] if len(chosen) < rows * columns else []:
+        axes.set_visible(False)
+    return figure
+
+
+def _heatmap(
+    figure: Figure, axes: Axes, analysis: Mapping[str, Any], degrees: np.ndarray, angle: int, places: list[int]
+) -> None:
+    shown = degrees[np.ix_(places, places)].astype(float)
+    np.fill_diagonal(shown, np.nan)
+    # The smallest angles, which matter, are dark. Rasterised: a PDF of a million cells is of no use.
+    image = axes.imshow(shown, cmap="YlGnBu_r", interpolation="nearest", rasterized=len(places) > 64)
+    axes.set_facecolor("0.85")
+    bar = figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, format="%g°")
+    bar.outline.set_visible(False)
+    vectors = analysis["representation"] == "vectors"
+    title = "Angle between class vectors" if vectors else f"Principal angle {angle} of {analysis['k']}"
+    axes.set_title(title, loc="left", fontsize=11)
+    names = analysis["per_class"]["name"]
+    if len(places) <= 40:
+        labels = [names[c] if len(names[c]) <= 14 else names[c][:13] + "…" for c in places]
+        turn = 90 if max(map(len, labels)) > 2 else 0
+        size = 9 if len(places) <= 16 else 6
+        axes.set_xticks(range(len(places)), labels, rotation=turn, fontsize=size)
+        axes.set_yticks(range(len(places)), labels, fontsize=size)
+        for text in (*axes.get_xticklabels(), *axes.get_yticklabels()):
+            text.set_parse_math(False)  # a name with dollar signs is a name
+    else:
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.set_xlabel(f"{len(places)} classes", fontsize=9)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _order(analysis: Mapping[str, Any], order: str | Sequence[int]) -> list[int]:
+    if isinstance(order, str):
+        if order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)} or a list of classes, got {order!r}")
+        return list(analysis["orders"][order])
+    places = [int(c) for c in order]
+    if sorted(places) != list(range(analysis["classes"])):
+        raise ValueError(
+            f"an order must hold each of the {analysis['classes']} classes once, got {len(places)} entries"
+        )
+    return places
+
+
+# ------------------------------------------------------------------------------------------------ against k
+
+
+def points_of_paper() -> dict[int, dict[str, float]]:
+    """Accuracy, variability, R² and transfer of the paper's ResNet50-D on ImageNet, by the dimension k."""
+    points = {}
+    for k, key in PAPER_BY_DIMENSION.items():
+        row = paper.figures(key)
+        points[k] = {"accuracy": row["top1"], "variability": row["variability"], "class_separation": row["r2"],
+                     "transfer": row["svm"]["average"]}  # fmt: skip
+    return points
+
+
+def points_of_runs(
+    analyses: Sequence[Mapping[str, Any]], transfers: Sequence[Path | None] = ()
+) -> dict[int, dict[str, float]]:
+    """The same of runs, from what `analyze` gives and, in the same order, their transfer.json (the mean of its SVMs).
+
+    Runs of one k are averaged; runs of class vectors are left out, for they have no k.
+    """
+    collected: dict[int, dict[str, list[float]]] = {}
+    for analysis, transfer in zip(analyses, [*transfers, *[None] * (len(analyses) - len(transfers))], strict=True):
+        if analysis["representation"] != "subspaces":
+            continue
+        values = collected.setdefault(analysis["k"], {})
+        measured = {
+            "accuracy": analysis["scalars"]["top1"],
+            "variability": analysis["scalars"]["variability"],
+            "class_separation": analysis["scalars"]["class_separation"],
+            "transfer": None if transfer is None else _mean_of_svms(transfer),
+        }
+        for key, value in measured.items():
+            if value is not None:
+                values.setdefault(key, []).append(value)
+    return {k: {key: statistics.fmean(values) for key, values in collected[k].items()} for k in sorted(collected)}
+
+
+def _mean_of_svms(path: Path) -> float | None:
+    results = json.loads(path.read_text(encoding="utf-8"))["results"]
+    accuracies = [result["accuracy"] for result in results if result["method"] == "svm"]
+    return statistics.fmean(accuracies) if accuracies else None
+
+
+def against_dimension(
+    points: Mapping[int, Mapping[str, float]], baseline: Mapping[str, float] | None = None, title: str = ""
+) -> Figure:
+    """A panel a measure, k on a logarithmic axis; `baseline`, such as a linear head's, as a dashed line."""
+    keys = [(key, name) for key, name in MEASURES if any(key in point for point in points.values())]
+    if not keys:
+        raise ValueError("there is nothing to draw: no point has accuracy, variability, class_separation or transfer")
+    figure = Figure(figsize=(3.0 * len(keys), 2.9 if not title else 3.2), layout="constrained")
+    for axes, (key, name) in zip(figure.subplots(1, len(keys), squeeze=False)[0], keys, strict=True):
+        having = [(k, point[key]) for k, point in sorted(points.items()) if key in point]
+        axes.plot(*zip(*having, strict=True), "o-", color=BLUE, linewidth=2, markersize=6, label="subspaces")
+        if baseline is not None and key in baseline:
+            axes.axhline(baseline[key], color=ORANGE, linestyle="--", linewidth=1.5, label="class vectors")
+            if axes is figure.axes[0]:
+                axes.legend(frameon=False, fontsize=9)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([k for k, _ in having], [str(k) for k, _ in having])
+        axes.minorticks_off()
+        axes.set_xlabel("dimension k")
+        axes.set_title(name, loc="left", fontsize=11)
+        axes.margins(y=0.12)
+        tidy(axes)
+    if title:
+        figure.suptitle(title, fontsize=12)
+    return figure
+
+
+# ------------------------------------------------------------------------------------------------ bars
+
+
+def strategy_bars() -> Figure:
+    """Accuracy of the paper's ResNet50-D by the recipes RSB-A3 to A1: vectors, subspaces, and those with FixRes.
+
+    Of a figure that the paper has wrong, the corrected one is drawn.
+    """
+    recipes = ("a3", "a2", "a1")
+    variants = (("linear", "class vectors", ORANGE, ""), ("grassmann", "subspaces, k = 8", BLUE, ""),
+                ("grassmann-fixres", "subspaces and FixRes", GREEN, "//"))  # fmt: skip
+    figure = Figure(figsize=(6.2, 3.4), layout="constrained")
+    axes = figure.subplots()
+    for shift, (suffix, name, color, hatch) in enumerate(variants):
+        rows = [paper.figures(f"resnet50d-rsb-{recipe}-{suffix}") for recipe in recipes]
+        values = [row.get("corrections", {}).get("top1", {}).get("value", row["top1"]) for row in rows]
+        bars = axes.bar(
+            np.arange(3) + 0.27 * (shift - 1), values, 0.25, color=color, hatch=hatch, edgecolor="white", label=name
+        )
+        axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+    axes.set_xticks(range(3), [f"RSB-{recipe.upper()}" for recipe in recipes])
+    axes.set_ylim(78.5, 82.4)
+    axes.set_ylabel("top-1 on ImageNet (%), from 78.5")
+    axes.legend(frameon=False, fontsize=9, ncols=3, loc="upper left", columnspacing=1.2, handlelength=1.2)
+    tidy(axes)
+    return figure
+
+
+def iteration_time(results: Path | Mapping[str, Mapping[str, float]] | None = None) -> Figure:
+    """Time with class vectors and with subspaces, the former being 100.
+
+    results: times by what was timed, such as {"ResNet-50": {"linear": 0.21, "grassmann": 0.22}}; or a results file of
+    `benchmarks`, with "medians" of a linear and a grassmann head; None for what the paper says.
+    """
+    figure = Figure(figsize=(5.6, 3.2), layout="constrained")
+    axes = figure.subplots()
+    times = _times(results)
+    where = np.arange(len(times))
+    for shift, (key, name, color) in enumerate((("linear", "class vectors", ORANGE), ("grassmann", "subspaces", BLUE))):
+        relative = [100 * pair[key] / pair["linear"] for pair in times.values()]
+        bars = axes.bar(where + 0.38 * (shift - 0.5), relative, 0.35, color=color, label=name)
+        axes.bar_label(bars, fmt="%.1f", fontsize=9, padding=2)
+    axes.set_xticks(where, list(times))
+    axes.set_xlim(-0.7, len(times) - 0.3)
+    axes.set_ylim(0, 100 * max(pair["grassmann"] / pair["linear"] for pair in times.values()) * 1.3)
+    axes.set_ylabel("time of an iteration (%)")
+    axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper left")
+    tidy(axes)
+    return figure
+
+
+def _times(results: Path | Mapping[str, Mapping[str, float]] | None) -> dict[str, Mapping[str, float]]:
+    if results is None:
+        overhead = paper.figures("time-iteration")["overhead_percent"]
+        names = {"deit3-s": "DeiT3-S", "resnet50d": "ResNet50-D"}
+        return {names[key]: {"linear": 100, "grassmann": 100 + more} for key, more in overhead.items()}
+    if isinstance(results, Path):
+        medians = json.loads(results.read_text(encoding="utf-8")).get("medians", {})
+        if not {"linear", "grassmann"} <= medians.keys():
+            raise ValueError(f"{results} has no medians of a linear and a grassmann head")
+        return {what: {head: medians[head][what] for head in ("linear", "grassmann")} for what in medians["linear"]}
+    return dict(results)
+
+
+def save_pictures(analyses: Mapping[str, Mapping[str, Any]], folder: Path, suffix: str = ".pdf") -> list[Path]:
+    """The heatmaps of each run, by its name, and, of several k, the measures against it; written into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = {f"angles-{name.replace('/', '-')}": angle_heatmaps(analysis) for name, analysis in analyses.items()}
+    points = points_of_runs(list(analyses.values()))
+    if len(points) > 1 and any(points.values()):
+        figures["against-k"] = against_dimension(points)
+    written = []
+    for name, figure in figures.items():
+        figure.savefig(folder / f"{name}{suffix}", dpi=200)
+        written.append(folder / f"{name}{suffix}")
+    return written
+
+
+def tidy(axes: Axes) -> None:
+    """Light lines, and none that says nothing."""
+    axes.grid(axis="y", color="0.92")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0)

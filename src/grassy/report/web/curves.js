@@ -1,0 +1,79 @@
+// Training curves of all runs together: one small drawing a column of summary.csv.
+
+const CURVES = [["eval_top1", "Top-1 accuracy (%)"], ["train_loss", "Training loss"], ["eval_loss", "Validation loss"],
+  ["eval_top5", "Top-5 accuracy (%)"], ["lr", "Learning rate"], ["head_lr", "Learning rate of the head"]];
+
+function showCurves() {
+  const place = byId("curves");
+  let drawn = 0;
+  for (const [key, title] of CURVES) {
+    const lines = data.runs.map((run, index) => ({ index, epochs: run.curves.epoch, values: run.curves[key] }))
+      .filter((line) => line.values && line.values.some((v) => v !== null));
+    if (!lines.length) continue;
+    drawn += 1;
+    place.append(drawCurve(title, lines));
+  }
+  byId("training").hidden = drawn === 0;
+}
+
+function drawCurve(title, lines) {
+  const width = 340, height = 200, left = 46, right = 10, top = 10, bottom = 28;
+  const points = lines.map((line) => line.values
+    .map((y, i) => [(line.epochs?.[i] ?? i) + 1, y]).filter(([, y]) => y !== null));
+  const xs = points.flat().map(([x]) => x), ys = points.flat().map(([, y]) => y);
+  const xTicks = ticks(Math.min(...xs), Math.max(...xs), 5, true), yTicks = ticks(Math.min(...ys), Math.max(...ys), 4);
+  const [x0, x1] = [Math.min(...xs), Math.max(Math.max(...xs), Math.min(...xs) + 1)];
+  const [y0, y1] = [Math.min(yTicks[0], ...ys), Math.max(yTicks[yTicks.length - 1], ...ys)];
+  const px = (x) => left + (x - x0) / (x1 - x0) * (width - left - right);
+  const py = (y) => height - bottom - (y - y0) / (y1 - y0 || 1) * (height - top - bottom);
+  const last = lines.map((line, n) => `${data.runs[line.index].name} ends at ${short(points[n].at(-1)[1])}`);
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}: ${last.join("; ")}` });
+  for (const y of yTicks) {
+    picture.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: py(y), y2: py(y) }),
+      svg("text", { x: left - 6, y: py(y) + 4, "text-anchor": "end" }, short(y)));
+  }
+  for (const x of xTicks) picture.append(svg("text", { x: px(x), y: height - 9, "text-anchor": "middle" }, String(x)));
+  lines.forEach((line, n) => {
+    const style = `stroke: ${runColor(line.index)}; fill: ${runColor(line.index)}`;
+    picture.append(svg("polyline", { class: "curve", style, "stroke-dasharray": runDash(line.index),
+      points: points[n].map(([x, y]) => `${px(x).toFixed(1)},${py(y).toFixed(1)}`).join(" ") }));
+    if (points[n].length === 1) picture.append(svg("circle", { style, r: 3, cx: px(points[n][0][0]), cy: py(points[n][0][1]) }));
+  });
+  const marker = svg("line", { class: "marker", y1: top, y2: height - bottom, visibility: "hidden" });
+  picture.append(marker);
+  const readout = element("p", { className: "readout" });
+  const say = (x) => {
+    marker.setAttribute("visibility", x === null ? "hidden" : "visible");
+    if (x !== null) { marker.setAttribute("x1", px(x)); marker.setAttribute("x2", px(x)); }
+    readout.replaceChildren(...lines.map((line, n) => {
+      const at = x === null ? points[n].at(-1) : points[n].find((p) => p[0] === x);
+      return element("span", { className: "entry" },
+        element("span", { className: "dot", style: `--dot: ${runColor(line.index)}` }), at ? short(at[1]) : "–");
+    }), x === null ? " at the end" : ` after epoch ${x}`);
+  };
+  picture.addEventListener("pointermove", (event) => {
+    const box = picture.getBoundingClientRect();
+    const x = x0 + ((event.clientX - box.left) / box.width * width - left) / (width - left - right) * (x1 - x0);
+    say(xs.reduce((best, other) => Math.abs(other - x) < Math.abs(best - x) ? other : best));
+  });
+  picture.addEventListener("pointerleave", () => say(null));
+  say(null);
+  return element("figure", {}, element("figcaption", {}, title), picture, readout);
+}
+
+/** Round numbers that cover a range. */
+function ticks(low, high, count, whole = false) {
+  const rough = (high - low || Math.abs(high) || 1) / count;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  let step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough);
+  if (whole) step = Math.max(1, Math.round(step));
+  const found = [];
+  const start = whole ? Math.ceil(low / step) : Math.floor(low / step);
+  for (let n = start; found.length < 12; n++) {
+    const value = Number((n * step).toPrecision(12));
+    if (whole && value > high) break;
+    found.push(value);
+    if (!whole && value >= high) break;
+  }
+  return found;
+}

@@ -1,0 +1,265 @@
+// The matrix of angles as a canvas that can be zoomed and panned. Rows and columns are classes in the chosen order.
+
+class Matrix {
+  constructor(canvas, handlers) {
+    this.canvas = canvas;
+    this.context = canvas.getContext("2d");
+    this.handlers = handlers; // onPair(i, j), onClass(i), onHover(cell or null, event)
+    this.image = document.createElement("canvas");
+    this.shown = null;
+    this.selection = null; // classes [i, j]
+    this.zoom = 1;
+    this.left = 0; // the first visible column and row, in cells, not whole
+    this.top = 0;
+    this.pointers = new Map();
+    this.listen();
+    new ResizeObserver(() => this.draw()).observe(canvas.parentElement);
+  }
+
+  /** What to show: value(i, j) in degrees, tone(i, j) between low and high to colour it by, the classes in order, names. */
+  show(shown) {
+    const classes = shown.order.length;
+    if (!this.shown || this.shown.order.length !== classes) this.reset();
+    this.shown = shown;
+    const pixels = new Uint32Array(classes * classes);
+    const { order, tone, low, high, table } = shown;
+    const absent = pixel("--absent"), own = pixel("--own");
+    const scale = 255 / (high - low || 1);
+    for (let row = 0, at = 0; row < classes; row++) {
+      for (let column = 0; column < classes; column++, at++) {
+        const degrees = tone(order[row], order[column]);
+        pixels[at] = row === column ? own : degrees !== degrees ? absent
+          : table[Math.max(0, Math.min(255, Math.round((degrees - low) * scale)))];
+      }
+    }
+    this.image.width = this.image.height = classes;
+    this.image.getContext("2d").putImageData(
+      new ImageData(new Uint8ClampedArray(pixels.buffer), classes, classes), 0, 0);
+    this.pixels = pixels;
+    this.place = new Int32Array(classes);
+    order.forEach((label, position) => { this.place[label] = position; });
+    this.draw();
+  }
+
+  reset() {
+    this.zoom = 1;
+    this.left = this.top = 0;
+  }
+
+  // ------------------------------------------------------------------------------------------- drawing
+
+  layout() {
+    const size = Math.max(200, Math.floor(this.canvas.parentElement.clientWidth));
+    const longest = Math.min(16, this.shown.names.reduce((most, name) => Math.max(most, name.length), 1));
+    const gutter = Math.round(Math.min(size * 0.22, 16 + longest * 7));
+    const room = size - gutter;
+    const classes = this.shown.order.length;
+    const visible = classes / this.zoom;
+    this.left = Math.max(0, Math.min(classes - visible, this.left));
+    this.top = Math.max(0, Math.min(classes - visible, this.top));
+    return { size, gutter, room, classes, visible, cell: room / visible };
+  }
+
+  draw() {
+    if (!this.shown || this.canvas.parentElement.clientWidth === 0) return;
+    const { size, gutter, room, visible, cell } = this.layout();
+    const ratio = window.devicePixelRatio || 1;
+    if (this.canvas.width !== Math.round(size * ratio)) {
+      this.canvas.width = this.canvas.height = Math.round(size * ratio);
+      this.canvas.style.height = `${size}px`;
+    }
+    const pen = this.context;
+    const style = getComputedStyle(this.canvas);
+    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    pen.clearRect(0, 0, size, size);
+    pen.imageSmoothingEnabled = cell * ratio < 1;
+    pen.drawImage(this.image, this.left, this.top, visible, visible, gutter, gutter, room, room);
+    this.drawValues(pen, gutter, cell, style);
+    this.drawLabels(pen, gutter, room, cell, style);
+    this.drawSelection(pen, gutter, room, cell, style);
+    this.canvas.style.touchAction = this.zoom > 1 ? "none" : "pan-x pan-y";
+  }
+
+  /** Numbers inside of cells that are large enough. */
+  drawValues(pen, gutter, cell, style) {
+    if (cell < 34) return;
+    pen.font = `${Math.min(14, cell / 3)}px ${style.fontFamily}`;
+    pen.textAlign = "center";
+    pen.textBaseline = "middle";
+    const classes = this.shown.order.length;
+    const last = (start) => Math.min(classes, Math.ceil(start + classes / this.zoom));
+    for (let row = Math.floor(this.top); row < last(this.top); row++) {
+      for (let column = Math.floor(this.left); column < last(this.left); column++) {
+        const x = gutter + (column + 0.5 - this.left) * cell, y = gutter + (row + 0.5 - this.top) * cell;
+        if (row === column || x < gutter || y < gutter) continue;
+        const degrees = this.shown.value(this.shown.order[row], this.shown.order[column]);
+        if (degrees !== degrees) continue;
+        const color = this.pixels[row * classes + column];
+        const light = 0.3 * (color & 255) + 0.59 * (color >> 8 & 255) + 0.11 * (color >> 16 & 255);
+        pen.fillStyle = light > 105 ? "#10151c" : "#f4f7fa";
+        pen.fillText(fixed(degrees, cell > 44 ? 1 : 0), x, y);
+      }
+    }
+  }
+
+  drawLabels(pen, gutter, room, cell, style) {
+    const { order, names } = this.shown;
+    pen.clearRect(0, 0, gutter, gutter + room);
+    pen.clearRect(0, 0, gutter + room, gutter);
+    const step = cell >= 13 ? 1 : Math.ceil(20 / cell);
+    const chosen = this.selection ? new Set(this.selection.map((label) => this.place[label])) : new Set();
+    const upright = names.every((name) => name.length < 4);
+    const write = (position, along, column) => {
+      const name = names[order[position]];
+      pen.font = `${chosen.has(position) ? "bold " : ""}12px ${style.fontFamily}`;
+      let text = name.slice(0, 40);
+      while (text.length > 2 && pen.measureText(text).width > gutter - 8) text = `${text.slice(0, -2)}…`;
+      pen.fillStyle = chosen.has(position) ? style.getPropertyValue("--accent") : style.color;
+      pen.textBaseline = "middle";
+      pen.save();
+      if (column) {
+        pen.translate(along, gutter - 5);
+        if (upright) { pen.textAlign = "center"; pen.textBaseline = "bottom"; } else { pen.rotate(-Math.PI / 2); pen.textAlign = "left"; }
+      } else {
+        pen.translate(gutter - 6, along);
+        pen.textAlign = "right";
+      }
+      pen.fillText(text, 0, 0);
+      pen.restore();
+    };
+    for (const [start, column] of [[this.top, false], [this.left, true]]) {
+      for (let position = 0; position < order.length; position++) {
+        const along = gutter + (position + 0.5 - start) * cell;
+        if (along < gutter || along > gutter + room) continue;
+        const near = !chosen.has(position) && [...chosen].some((other) => Math.abs(other - position) * cell < 14);
+        if (chosen.has(position) || (position % step === 0 && !near)) write(position, along, column);
+      }
+    }
+  }
+
+  drawSelection(pen, gutter, room, cell, style) {
+    if (!this.selection) return;
+    const [row, column] = this.selection.map((label) => this.place[label]);
+    const x = gutter + (column - this.left) * cell, y = gutter + (row - this.top) * cell;
+    pen.save();
+    pen.beginPath();
+    pen.rect(gutter, gutter, room, room);
+    pen.clip();
+    pen.strokeStyle = style.getPropertyValue("--accent");
+    pen.globalAlpha = 0.75;
+    pen.lineWidth = 1;
+    pen.strokeRect(gutter - 2, y, room + 4, cell);
+    pen.strokeRect(x, gutter - 2, cell, room + 4);
+    pen.globalAlpha = 1;
+    pen.lineWidth = 2.5;
+    const box = Math.max(cell, 7);
+    pen.strokeRect(x + (cell - box) / 2, y + (cell - box) / 2, box, box);
+    pen.restore();
+  }
+
+  // ------------------------------------------------------------------------------------------- moving about
+
+  /** Zoom by a factor, keeping what is under a point of the canvas where it is. */
+  zoomBy(factor, x, y) {
+    if (!this.shown) return;
+    const { gutter, room, classes, cell } = this.layout();
+    const px = x === undefined ? room / 2 : Math.max(0, x - gutter), py = y === undefined ? room / 2 : Math.max(0, y - gutter);
+    const column = this.left + px / cell, row = this.top + py / cell;
+    this.zoom = Math.max(1, Math.min(Math.max(1, classes / 4), this.zoom * factor));
+    const now = room * this.zoom / classes;
+    this.left = column - px / now;
+    this.top = row - py / now;
+    this.draw();
+  }
+
+  showAll() {
+    this.reset();
+    this.draw();
+  }
+
+  select(pair) {
+    this.selection = pair;
+    this.draw();
+  }
+
+  /** Move the view so that a pair of classes is in it; with closer, zoom in if its names would not be legible. */
+  reveal(i, j, closer) {
+    const { classes, room, visible } = this.layout();
+    const column = this.place[j], row = this.place[i];
+    const inside = (at, start) => at >= start && at + 1 <= start + visible;
+    if (closer && room * this.zoom / classes < 4) {
+      this.zoom = Math.min(classes / 4, classes * 14 / room);
+      const span = classes / this.zoom;
+      [this.left, this.top] = [column + 0.5 - span / 2, row + 0.5 - span / 2];
+    } else {
+      if (!inside(column, this.left)) this.left = column + 0.5 - visible / 2;
+      if (!inside(row, this.top)) this.top = row + 0.5 - visible / 2;
+    }
+    this.draw();
+  }
+
+  /** The classes under a point: {row, column}, either of them null in the margins. */
+  hit(x, y) {
+    if (!this.shown) return null;
+    const { gutter, classes, cell } = this.layout();
+    const at = (position, start) => {
+      const index = Math.floor(start + (position - gutter) / cell);
+      return position < gutter || index < 0 || index >= classes ? null : this.shown.order[index];
+    };
+    return { row: at(y, this.top), column: at(x, this.left) };
+  }
+
+  // ------------------------------------------------------------------------------------------- events
+
+  listen() {
+    const canvas = this.canvas;
+    canvas.addEventListener("pointerdown", (event) => {
+      this.pointers.set(event.pointerId, { x: event.offsetX, y: event.offsetY });
+      if (this.pointers.size === 1) this.travelled = 0;
+    });
+    canvas.addEventListener("pointermove", (event) => this.moved(event));
+    canvas.addEventListener("pointerup", (event) => {
+      const known = this.pointers.delete(event.pointerId);
+      if (known && this.pointers.size === 0 && this.travelled < 5) this.clicked(event.offsetX, event.offsetY);
+    });
+    for (const name of ["pointercancel", "pointerleave"]) {
+      canvas.addEventListener(name, (event) => {
+        this.pointers.delete(event.pointerId);
+        this.handlers.onHover(null, event);
+      });
+    }
+    canvas.addEventListener("wheel", (event) => {
+      if (!event.ctrlKey && document.activeElement !== canvas) return; // the page scrolls
+      event.preventDefault();
+      this.zoomBy(Math.exp(-event.deltaY * (event.ctrlKey ? 0.01 : 0.002)), event.offsetX, event.offsetY);
+    }, { passive: false });
+  }
+
+  moved(event) {
+    const before = this.pointers.get(event.pointerId);
+    const now = { x: event.offsetX, y: event.offsetY };
+    if (!before) return this.handlers.onHover(this.hit(now.x, now.y), event);
+    const other = [...this.pointers].find(([id]) => id !== event.pointerId)?.[1];
+    const dx = now.x - before.x, dy = now.y - before.y;
+    this.travelled += Math.hypot(dx, dy);
+    if (other) {
+      const distance = (p) => Math.max(1, Math.hypot(p.x - other.x, p.y - other.y));
+      this.zoomBy(distance(now) / distance(before), (now.x + other.x) / 2, (now.y + other.y) / 2);
+    } else if (this.travelled >= 5) {
+      if (!this.canvas.hasPointerCapture(event.pointerId)) this.canvas.setPointerCapture(event.pointerId);
+      const { cell } = this.layout();
+      this.left -= dx / cell;
+      this.top -= dy / cell;
+      this.draw();
+    }
+    this.pointers.set(event.pointerId, now);
+  }
+
+  clicked(x, y) {
+    const cell = this.hit(x, y);
+    if (!cell || (cell.row === null && cell.column === null)) return;
+    if (cell.row === null || cell.column === null) this.handlers.onClass(cell.row ?? cell.column);
+    else if (cell.row === cell.column) this.handlers.onClass(cell.row);
+    else this.handlers.onPair(cell.row, cell.column);
+  }
+}
