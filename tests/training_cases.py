@@ -1,8 +1,14 @@
 """Small, quick training runs that several tests share."""
 
+import sys
+
 import numpy as np
+import torch
+import yaml
 from PIL import Image
 
+from grassy.training import checkpoint
+from grassy.training.checkpoint import LAST
 from grassy.training.recipe import Recipe
 
 #: A transformer of a few thousand weights: no batch statistics, so results do not depend on how a batch is split.
@@ -46,3 +52,25 @@ def tiny_folders(folder, images=6, classes=("cat", "dog", "owl"), size=12, seed=
                 pixels = rng.integers(0, 80, (size, size, 3)) + 60 * number
                 Image.fromarray(pixels.astype(np.uint8)).save(folder / split / name / f"{i}.png")
     return folder
+
+
+def weights(folder, name=LAST):
+    return checkpoint.read_weights(folder / name)
+
+
+def assert_same_weights(one, other):
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    for key in first:
+        assert torch.equal(first[key], second[key]), key
+
+
+def train_command(data, output, *settings):
+    script = (
+        "import sys, torch; from grassy.cli import main; from grassy.torchvision_import import import_torchvision; "
+        "import_torchvision(); torch.set_num_threads(1); sys.exit(main(sys.argv[1:]))"
+    )
+    recipe = output.parent / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tiny_recipe().to_dict()))
+    words = ["train", str(recipe), "--data-dir", str(data), "--output", str(output), "--resume", "auto", *settings]
+    return [sys.executable, "-c", script, *words]
