@@ -10,7 +10,8 @@ from sklearn.neighbors import KNeighborsClassifier
 import grassy.transfer.folds as folds_module
 import grassy.transfer.knn as knn_module
 from grassy.transfer import KNN, search_knn
-from grassy.transfer.knn import nearest_neighbours, vote
+from grassy.transfer.folds import stratified_folds
+from grassy.transfer.knn import nearest_neighbours, samples_outside_folds, vote
 
 
 def noise(samples=80, width=7, classes=4, dtype=torch.float64, seed=0):
@@ -130,3 +131,21 @@ def test_k_is_between_1_and_the_number_of_samples():
         search_knn(features, labels, [1, 65])
     with pytest.raises(ValueError, match="ks must be integers"):
         search_knn(features, labels, [1, 2.5])
+
+
+def test_the_distances_held_at_once_are_few_however_narrow_the_features(monkeypatch):
+    monkeypatch.setattr(knn_module, "DISTANCES_AT_ONCE", 2000)
+    monkeypatch.setattr(knn_module, "QUERIES_AT_ONCE", 10)
+    sizes = []
+    original = torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *a, **k: sizes.append((out := original(*a, **k)).numel()) or out)
+    features, labels = noise(samples=1000, width=1)
+    assert KNN(1).fit(features, labels).score(features, labels) == 1.0
+    assert max(sizes) == 2000
+
+
+@given(st.lists(st.integers(5, 12), min_size=1, max_size=6), st.integers(2, 5))
+def test_the_samples_outside_of_the_largest_fold(counts, folds):
+    index = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    largest = int(stratified_folds(index, folds, 0).bincount().max())
+    assert samples_outside_folds(len(index), folds) == len(index) - largest

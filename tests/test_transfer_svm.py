@@ -350,3 +350,27 @@ def test_importing_and_searching_do_not_import_scikit_learn():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "False"
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("factor", [1e-20, 1e20])
+@pytest.mark.parametrize("width", [6, 200])
+def test_the_scale_of_the_features_does_not_matter(search, factor, width):
+    """Squares of such numbers are beyond float32."""
+    features, labels = clusters(samples=80, width=width, spread=2.0, dtype=torch.float32)
+    plain, scaled = search(features, labels), search(features * factor, labels)
+    assert (plain.accuracies - scaled.accuracies).abs().mean() < 0.01
+    assert plain.chosen == scaled.chosen
+    assert (plain.model.predict(features) == scaled.model.predict(features * factor)).double().mean() > 0.98
+
+
+def test_features_too_large_or_small_to_compute_with_are_refused():
+    features, labels = clusters()
+    for factor in (1e60, 1e-60):
+        with pytest.raises(ValueError, match=r"features have a mean norm of .*, too far from 1 to compute with"):
+            search_svm(features * factor, labels)
+    with pytest.raises(ValueError, match="or pass normalize=True"):
+        LinearSVM().fit(features * 1e20, labels)
+    for search in SEARCHES:
+        with pytest.raises(ValueError, match=r"features hold numbers beyond 1e\+100"):
+            search(features * 1e200, labels)

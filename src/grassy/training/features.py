@@ -5,9 +5,11 @@ of them changes, another file is written. Features go to the disk batch by batch
 they need not fit in memory.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,14 +22,16 @@ from torch import Tensor, nn
 
 from grassy.spelling import nearest
 from grassy.surgery import find_classifiers
-from grassy.training.augment import eval_transform
-from grassy.training.checkpoint import load, read_description, weights_file, write_atomically
+from grassy.training.augment import Transform
+from grassy.training.checkpoint import TEMPORARY, load, read_description, weights_file, write_atomically
 from grassy.training.datasets import ArrayImages, Images, Joined, ReaderImages
 from grassy.training.loader import Failure, Share, ValidationLoader
 from grassy.training.models import import_timm
 from grassy.training.prepare import Preparation
 
-FORMAT = "1"  # of the files; part of the key
+FORMAT = "2"  # of the files; part of the key
+HEADER = 1024  # bytes, in which the description of three tensors fits
+STALE = 3600.0  # seconds after which a file that nobody writes to was left by a killed process
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,10 @@ class FeatureModel:
     std: tuple[float, ...]
     fingerprint: str
     recipe: dict[str, Any] = field(default_factory=dict)
+    crop_mode: str = "center"
 
     def preparation(self) -> str:
-        numbers = (self.img_size, self.crop_pct, self.interpolation, *self.mean, *self.std)
+        numbers = (self.img_size, self.crop_pct, self.crop_mode, self.interpolation, *self.mean, *self.std)
         return " ".join(map(str, numbers))
 
 
@@ -71,7 +76,7 @@ def open_model(source: str, device: torch.device | str = "cpu", pretrained: bool
     path = weights_file(Path(source))
     about = read_description(path)
     return FeatureModel(
-        name=source.rstrip("/"),
+        name=os.path.normpath(source),
         model=load(path, device),
         img_size=about.img_size,
         crop_pct=about.crop_pct,
@@ -87,17 +92,24 @@ def _from_timm(name: str, device: torch.device | str, pretrained: bool) -> Featu
     timm = import_timm()
     if not timm.is_model(name):
         raise ValueError(f"timm has no model {name!r}{nearest(name, timm.list_models())}")
-    model = timm.create_model(name, pretrained=pretrained).eval().to(device)
+    try:
+        model = timm.create_model(name, pretrained=pretrained).eval().to(device)
+    except RuntimeError as error:  # no weights, or none under this tag
+        raise ValueError(f"timm/{name}: {' '.join(str(error).split())}") from None
     config = timm.data.resolve_model_data_config(model)
+    height, width = config["input_size"][-2:]
+    if height != width:
+        raise ValueError(f"timm/{name} takes images of {height}x{width}: only square ones can be prepared here")
     return FeatureModel(
         f"timm/{name}",
         model,
-        config["input_size"][-1],
+        width,
         config["crop_pct"],
         config["interpolation"],
         tuple(config["mean"]),
         tuple(config["std"]),
-        _hash_of_tensors(model),
+        _hash_of_tensors(model, f"timm/{name}"),
+        crop_mode=config.get("crop_mode") or "center",
     )
 
 
@@ -105,9 +117,12 @@ def _from_torchvision(name: str, device: torch.device | str, pretrained: bool) -
     import_timm()
     from torchvision import models
 
-    if name not in models.list_models():
-        raise ValueError(f"torchvision has no model {name!r}{nearest(name, models.list_models())}")
-    weights = models.get_model_weights(name).DEFAULT
+    known = models.list_models(module=models)  # those that classify images
+    if name not in known:
+        raise ValueError(f"torchvision has no classifier of images {name!r}{nearest(name, known)}")
+    weights = getattr(models.get_model_weights(name), "DEFAULT", None)
+    if weights is None:
+        raise ValueError(f"torchvision has no weights for {name!r}")
     model = models.get_model(name, weights=weights if pretrained else None).eval().to(device)
     preset = weights.transforms()
     size, resized = int(preset.crop_size[0]), int(preset.resize_size[0])
@@ -119,7 +134,7 @@ def _from_torchvision(name: str, device: torch.device | str, pretrained: bool) -
         str(preset.interpolation.value),
         tuple(preset.mean),
         tuple(preset.std),
-        _hash_of_tensors(model),
+        _hash_of_tensors(model, f"torchvision/{name}"),
     )
 
 
@@ -139,13 +154,18 @@ def extract(
 ) -> Features:
     """Features of all images, from the cache folder if they are there.
 
+    Images that could not be read are tried again: if one can be read by now, all features are computed anew.
+
     progress: what to call the work in a bar on a terminal; "" for none.
     """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     parts = (FORMAT, source.fingerprint, source.preparation(), str(amp_dtype), fingerprint(images))
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
     path = cache / f"features-{key}.safetensors"
-    kept = _read(path)
+    kept = _read(path, images)
     if kept is None:
+        _remove_stale(cache)
         batches = _batches(source, images, device, batch_size, workers, amp_dtype)
         _write(path, batches, len(images), progress)
         kept = _read(path)
@@ -162,102 +182,195 @@ def _batches(
     workers: int,
     amp_dtype: torch.dtype | None,
 ) -> Iterator[tuple[Tensor, Tensor, list[Failure]]]:
-    transform = eval_transform(source.img_size, source.crop_pct, source.interpolation)
-    loader = ValidationLoader(images, transform, batch_size, Share(), workers, device)
+    loader = ValidationLoader(images, _transform(source), batch_size, Share(), workers, device)
     prepare = Preparation(source.mean, source.std, device)
     model = source.model.eval()
-    classifiers = find_classifiers(model)
-    if not classifiers:
-        raise ValueError(f"found no classifier in {source.name}, in front of which its features would be")
-    seen: list[Tensor] = []
-    first = next(iter(classifiers.values()))  # of a distilled model, that of the class token
-    hook = first.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    seen: dict[str, Tensor] = {}
+    hooks = [_watch(layer, path, seen) for path, layer in _layers_to_watch(source).items()]
     try:
         for batch in loader:
             if batch.blank == len(batch.labels):  # not one image to take the size from
                 batch.images = torch.zeros(batch.blank, 3, source.img_size, source.img_size, dtype=torch.uint8)
             prepared, labels = prepare(batch.images.to(device), batch.labels.to(device))
             with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
-                model(prepared)
-            yield seen.pop().flatten(1).float().cpu(), labels.cpu(), batch.failures
+                output = model(prepared)
+            found = list(seen.values()) if hooks else [_over_locations(output, channels_first=output.ndim == 4)]
+            yield torch.cat([part.float() for part in found], 1).cpu(), labels.cpu(), batch.failures
             seen.clear()
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
+
+
+def _transform(source: FeatureModel) -> Transform:
+    transform: Transform = import_timm().data.create_transform(
+        source.img_size,
+        crop_pct=source.crop_pct,
+        crop_mode=source.crop_mode,
+        interpolation=source.interpolation,
+        use_prefetcher=True,
+    )
+    return transform
+
+
+def _layers_to_watch(source: FeatureModel) -> dict[str, nn.Module]:
+    """The classifiers whose inputs are the features: all of them, but of a distilled model not the teacher's.
+
+    None for a model that declares to have no classes: its output is the features.
+    """
+    classifiers = find_classifiers(source.model)
+    if not classifiers and getattr(source.model, "num_classes", None) != 0:
+        raise ValueError(f"found no classifier in {source.name}, in front of which its features would be")
+    return {path: layer for path, layer in classifiers.items() if "dist" not in path} or classifiers
+
+
+def _watch(layer: nn.Module, path: str, seen: dict[str, Tensor]) -> Any:
+    convolution = isinstance(layer, nn.Conv2d)
+
+    def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen[path] = _over_locations(inputs[0], convolution)
+
+    return layer.register_forward_pre_hook(keep)
+
+
+def _over_locations(features: Tensor, channels_first: bool) -> Tensor:
+    """Features (B, n) as they are; of a map (B, n, H, W), or (B, ..., n) with channels last, the mean of its places."""
+    if features.ndim == 2:
+        return features
+    return features.flatten(2).mean(2) if channels_first else features.flatten(1, -2).mean(1)
 
 
 def fingerprint(images: Images) -> str:
     """What changes when an image, a label or the order changes: of files, names, sizes and times of change."""
     digest = hashlib.sha256()
+
+    def add(*facts: object) -> None:
+        digest.update(json.dumps(facts).encode() + b"\n")
+
     if isinstance(images, Joined):
-        return " ".join(map(fingerprint, images.parts))
+        add(*map(fingerprint, images.parts))
+        return digest.hexdigest()
     if isinstance(images, ArrayImages):
+        add(images.images.shape, len(images.labels()))
         digest.update(np.ascontiguousarray(images.images).data)
         digest.update(np.ascontiguousarray(images.labels()).data)
         return digest.hexdigest()
+    files = 0
     for index in range(len(images)):
         name = images.name(index)
-        digest.update(name.encode(errors="surrogateescape"))
-        if os.path.exists(name):
-            status = os.stat(name)
-            digest.update(f" {status.st_size} {status.st_mtime_ns}".encode())
-        elif isinstance(images, ReaderImages) and index == 0 and os.path.exists(images.where):
-            digest.update(f" {os.stat(images.where).st_mtime_ns}".encode())  # a tar
+        status = os.stat(name) if os.path.exists(name) else None
+        files += status is not None
+        add(name, *([status.st_size, status.st_mtime_ns] if status else []))
+    if not files and isinstance(images, ReaderImages):
+        _add_contents(images, add, digest.update)
     labels = images.labels()
     if labels is not None:
         digest.update(labels.tobytes())
     return digest.hexdigest()
 
 
+def _add_contents(images: ReaderImages, add: Any, update: Any) -> None:
+    """Images that are not files of their own: the tars they are in, the arrays, or else each of them as it is read."""
+    where = Path(images.where)
+    tars = [where] if where.is_file() else sorted(where.rglob("*.tar")) if where.is_dir() else []
+    for tar in tars:
+        status = tar.stat()
+        add(str(tar), status.st_size, status.st_mtime_ns)
+    if tars:
+        return
+    pixels = getattr(images.dataset, "data", None)
+    version = getattr(getattr(images.reader, "dataset", None), "_fingerprint", None)  # of Hugging Face's data sets
+    if isinstance(pixels, np.ndarray | Tensor):
+        array = np.ascontiguousarray(pixels)
+        add(array.shape, str(array.dtype))
+        update(array.view(np.uint8).data)
+    elif version is not None:
+        add(version)
+    else:
+        for index in range(len(images)):
+            try:
+                image, label = images.load(index)
+                add(image.size, label, hashlib.sha256(image.tobytes()).hexdigest())
+            except Exception as error:  # an image that cannot be read is dealt with when its features are wanted
+                add(str(error))
+
+
 # ------------------------------------------------------------------------------------------------ files
 
 
 def _write(path: Path, batches: Iterator[tuple[Tensor, Tensor, list[Failure]]], count: int, progress: str) -> None:
-    """A safetensors file, written batch by batch: its header, the features, then the labels."""
+    """A safetensors file, written batch by batch: its header, the features, the labels, and what could not be read.
+
+    How many images can be read is known in the end only, so the header has a fixed size and is written last.
+    """
     first = next(batches)
     width = first[0].shape[1]
     failures: list[Failure] = []
+    kept: list[Tensor] = []
+    unread: list[int] = []  # where the failures are among the images
 
     def write(file: IO[bytes]) -> None:
-        size = count * width * 4
-        layout = {
-            "features": {"dtype": "F32", "shape": [count, width], "data_offsets": [0, size]},
-            "labels": {"dtype": "I64", "shape": [count], "data_offsets": [size, size + 8 * count]},
-        }
-        header = json.dumps(layout).encode()
-        header += b" " * (-len(header) % 8)
-        file.write(len(header).to_bytes(8, "little") + header)
-        labels = []
+        file.write(b" " * (8 + HEADER))
+        done = 0
         with _bar(progress, count) as advance:
-            for features, batch_labels, failed in _chain(first, batches):
-                file.write(features.contiguous().numpy().data)
-                labels.append(batch_labels)
+            for features, labels, failed in _chain(first, batches):
+                readable = labels >= 0
+                file.write(features[readable].contiguous().numpy().data)
+                kept.append(labels[readable])
+                unread.extend((done + (~readable).nonzero()[:, 0]).tolist())
                 failures.extend(failed)
-                advance(len(batch_labels))
-        file.write(torch.cat(labels).contiguous().numpy().data)
+                done += len(labels)
+                advance(len(labels))
+        all_labels = torch.cat(kept).contiguous()
+        rows = len(all_labels)
+        if not rows:
+            raise ValueError(f"none of the images could be read{f', {failures[0].name} first' if failures else ''}")
+        file.write(all_labels.numpy().data)
+        record = json.dumps({"failures": failures, "places": unread}).encode()
+        file.write(record)
+        ends = [0, rows * width * 4, rows * (width * 4 + 8), rows * (width * 4 + 8) + len(record)]
+        layout = {
+            "features": {"dtype": "F32", "shape": [rows, width], "data_offsets": ends[:2]},
+            "labels": {"dtype": "I64", "shape": [rows], "data_offsets": ends[1:3]},
+            "unreadable": {"dtype": "U8", "shape": [len(record)], "data_offsets": ends[2:]},
+        }
+        file.seek(0)
+        file.write(HEADER.to_bytes(8, "little") + json.dumps(layout).encode().ljust(HEADER))
 
     write_atomically(path, write)
-    if failures:
-        text = json.dumps([list(failure) for failure in failures])
-        write_atomically(path.with_suffix(".failures.json"), lambda file: file.write(text.encode()))
 
 
-def _read(path: Path) -> Features | None:
-    """The features in a file, memory-mapped; None if there is no file, or none that is whole."""
+def _read(path: Path, images: Images | None = None) -> Features | None:
+    """The features in a file, memory-mapped; None if there is no file, or none that is whole.
+
+    images: None as well if one of them could not be read when the file was written, and can now.
+    """
     if not path.is_file():
         return None
     try:
         with safe_open(path, framework="pt") as file:
-            features, labels = file.get_tensor("features"), file.get_tensor("labels")
+            features, labels, record = (file.get_tensor(name) for name in ("features", "labels", "unreadable"))
     except (SafetensorError, OSError):
         return None
-    record = path.with_suffix(".failures.json")
-    failures = [Failure(*pair) for pair in json.loads(record.read_text())] if record.is_file() else []
-    readable = labels >= 0
-    if not bool(readable.all()):  # a copy, for the few sets with broken images
-        features, labels = features[readable], labels[readable]
-    if not len(labels):
-        raise ValueError(f"none of the images could be read{f', {failures[0].name} first' if failures else ''}")
-    return Features(features, labels, failures)
+    about = json.loads(record.numpy().tobytes())
+    if images is not None and any(_can_be_read(images, index) for index in about["places"]):
+        return None
+    return Features(features, labels, [Failure(*pair) for pair in about["failures"]])
+
+
+def _can_be_read(images: Images, index: int) -> bool:
+    with contextlib.suppress(Exception):
+        images.load(index)
+        return True
+    return False
+
+
+def _remove_stale(cache: Path) -> None:
+    """Remove what a killed process was writing; another that is alive writes a batch within the hour."""
+    for file in cache.glob(f"{TEMPORARY}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - file.stat().st_mtime > STALE:
+                file.unlink()
 
 
 def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
@@ -295,9 +408,10 @@ def _hash_of_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _hash_of_tensors(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(name.encode())
+def _hash_of_tensors(model: nn.Module, name: str) -> str:
+    """Of a model by name, its weights, and their shapes: the same numbers in another model give other features."""
+    digest = hashlib.sha256(json.dumps([name, type(model).__qualname__]).encode())
+    for path, tensor in model.state_dict().items():
+        digest.update(json.dumps([path, str(tensor.dtype), list(tensor.shape)]).encode() + b"\n")
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

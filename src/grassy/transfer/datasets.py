@@ -1,14 +1,25 @@
 """The data sets of the paper's transfer tables by name, with their splits and metrics, and sets of one's own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from grassy.spelling import nearest
 from grassy.torchvision_import import import_torchvision
-from grassy.training.datasets import ArrayImages, Images, Joined, ReaderImages, arrays_from_file, open_images
+from grassy.training.datasets import (
+    TRAIN_NAMES,
+    VALIDATION_NAMES,
+    ArrayImages,
+    Images,
+    Joined,
+    ReaderImages,
+    arrays_from_file,
+    open_images,
+)
+from grassy.training.files import is_hidden, open_files
 
 
 @dataclass(frozen=True)
@@ -40,15 +51,20 @@ KNOWN: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], str]] = {
 def open_set(name: str, data_dir: Path | None) -> TransferSet:
     """A data set of the paper by its name, or one of your own as NAME=PATH or PATH.
 
-    Of a known name, `data_dir/NAME` is looked for first, as class folders or .npz files, then torchvision's own layout
-    in `data_dir`. Nothing is downloaded.
+    Of a known name, `data_dir/NAME` is looked for first, as class folders, tars or .npz files, then torchvision's own
+    layout in `data_dir`. Nothing is downloaded. "digits" and names that begin with torch/ or hfds/ go to the readers
+    that training has.
     """
     if name not in KNOWN:
         title, equals, place = name.partition("=")
-        path = Path(place if equals else name)
+        place = place if equals else name
+        if place == "digits" or place.startswith(("torch/", "hfds/")):
+            return TransferSet(title, "top1", *_from_readers(place, data_dir))
+        path = Path(place)
         if not path.exists():
-            raise MissingData(f"{path} does not exist, and the known data sets are {', '.join(KNOWN)}")
-        return TransferSet(title if equals else path.name, "top1", *_own(path))
+            known = f"the known data sets are {', '.join(KNOWN)}{nearest(name, KNOWN)}"
+            raise MissingData(f"{path} does not exist, and {known}")
+        return TransferSet(title if equals else path.resolve().name, "top1", *_own(path))
     _, _, _, metric = KNOWN[name]
     if data_dir is None:
         raise MissingData(f"{name}: give --data-dir, the folder that holds {name} or torchvision's copy of it")
@@ -59,20 +75,52 @@ def open_set(name: str, data_dir: Path | None) -> TransferSet:
 
 def _own(path: Path) -> tuple[Images, Images]:
     """Training and test images of a folder; a validation split beside a test split counts as training."""
+    if not path.is_dir():
+        raise MissingData(f"{path} is one file, which cannot be training and test set: give a folder with both in it")
+    validation_names = [name for name in VALIDATION_NAMES if name != "test"]
+    train, validation, test = (_place(path, names) for names in (TRAIN_NAMES, validation_names, ["test"]))
+    if train is None or (validation is None and test is None):
+        absent = "train" if train is None else "test or val"
+        found = ", ".join(sorted(entry.name for entry in path.iterdir() if not is_hidden(entry.name))[:5])
+        raise MissingData(f"{path} has no {absent}, as a folder, .tar or .npz; it holds {found or 'nothing'}")
     try:
-        if (path / "train.npz").is_file():
-            train = arrays_from_file(path / "train.npz", "train")
-            if not (path / "test.npz").is_file():
-                return train, arrays_from_file(path, "validation", train.class_names)
-            test = arrays_from_file(path / "test.npz", "test", train.class_names)
-            if not (path / "val.npz").is_file():
-                return train, test
-            return Joined([train, arrays_from_file(path / "val.npz", "val", train.class_names)]), test
-        train_images = open_images("", path, "train")
-        test_split = "test" if (path / "test").exists() else "validation"
-        return train_images, open_images("", path, test_split, train_images.class_names)
+        images = _open(train)
+        if validation is None or test is None:
+            return images, _open(validation or test, images.class_names)  # type: ignore[arg-type]
+        both = Joined([images, _open(validation, images.class_names)])
+        return both, _open(test, images.class_names)
     except (ValueError, OSError) as error:
         raise MissingData(str(error)) from None
+
+
+def _place(folder: Path, names: Sequence[str]) -> Path | None:
+    """Where a split lies, under the first of its names that is there."""
+    candidates = (folder / f"{name}{suffix}" for name in names for suffix in (".npz", "", ".tar"))
+    return next((place for place in candidates if place.exists()), None)
+
+
+def _open(place: Path, class_names: Sequence[str] | None = None) -> Images:
+    if place.suffix == ".npz":
+        return arrays_from_file(place, place.stem, class_names)
+    import_torchvision()
+    from timm.data import ImageDataset
+
+    return ReaderImages(ImageDataset(str(place), reader=open_files(place, class_names)), str(place))
+
+
+def _from_readers(name: str, data_dir: Path | None) -> tuple[Images, Images]:
+    try:
+        train, test = (open_images(name, data_dir, split) for split in ("train", "validation"))
+    except (ValueError, OSError, ImportError) as error:
+        raise MissingData(f"{name}: {' '.join(str(error).split())}") from None
+    return _with_names(train), _with_names(test)
+
+
+def _with_names(images: Images) -> Images:
+    """Files of torchvision's data sets have names, which say when they change."""
+    if isinstance(images, ReaderImages) and images.reader is None:
+        return FileImages(images.dataset, images.where)
+    return images
 
 
 def _torchvision(name: str, data_dir: Path) -> tuple[Images, Images]:

@@ -58,9 +58,9 @@ class Design:
         width = self.features.shape[1]
         out = torch.zeros(width + 1, width + 1, dtype=self.dtype, device=self.features.device)
         for _, rows in row_blocks(self.features):
-            rows = rows.to(self.dtype)
-            out[:-1, :-1].addmm_(rows.mT, rows, alpha=1 / self.scale**2)
-            out[-1, :-1] += rows.sum(0) / self.scale
+            rows = rows.to(self.dtype) / self.scale  # before the product, whose squares might overflow
+            out[:-1, :-1].addmm_(rows.mT, rows)
+            out[-1, :-1] += rows.sum(0)
         out[:-1, -1] = out[-1, :-1]
         out[-1, -1] = len(self.features)
         return out
@@ -79,8 +79,8 @@ class Spectrum:
     @classmethod
     def of(cls, design: Design) -> "Spectrum":
         if design.features.shape[1] > LARGEST_EIGENPROBLEM:
-            blocks = (rows.to(design.dtype).square().sum(0) for _, rows in row_blocks(design.features))
-            squares = torch.stack(list(blocks)).sum(0) / design.scale**2
+            blocks = ((rows.to(design.dtype) / design.scale).square().sum(0) for _, rows in row_blocks(design.features))
+            squares = torch.stack(list(blocks)).sum(0)
             return cls(torch.cat([squares, squares.new_tensor([len(design.features)])]), None)
         values, vectors = torch.linalg.eigh(design.gram())
         return cls(values.clamp(min=0), vectors)
@@ -107,9 +107,9 @@ class Span:
         gram = torch.zeros(len(features), len(features), dtype=torch.float64, device=features.device)
         columns = max(1, 2**24 // len(features))
         for block in features.split(columns, dim=1):
-            block = block.double()
+            block = block.double() / design.scale
             gram.addmm_(block, block.mT)
-        values, vectors = torch.linalg.eigh(gram / design.scale**2)
+        values, vectors = torch.linalg.eigh(gram)
         kept = values >= 1e-12 * values[-1]
         self.roots, self.vectors = values[kept].clamp(min=1e-300).sqrt(), vectors[:, kept]  # all 0 for zero features
         self.inner = Design((self.vectors * self.roots).to(design.dtype), 1.0, design.dtype)

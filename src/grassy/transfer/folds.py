@@ -8,6 +8,7 @@ from torch import Tensor
 
 Array = Tensor | np.ndarray
 
+LARGEST = 1e100
 ELEMENTS_AT_ONCE = 2**24  # of features, when they are converted to another dtype: 64 MB of float32
 
 
@@ -28,6 +29,8 @@ def as_features(features: Array, width: int | None = None) -> Tensor:
         if not bool(finite.all()):
             first = start + int((~finite.all(-1)).nonzero()[0])
             raise ValueError(f"features hold NaN or Inf, first in row {first}")
+        if rows.dtype == torch.float64 and max(float(rows.max()), -float(rows.min())) > LARGEST:
+            raise ValueError(f"features hold numbers beyond {LARGEST:.0e}, whose squares overflow: scale them")
     return tensor.detach()
 
 
@@ -78,8 +81,12 @@ def stratified_folds(index: Tensor, folds: int, seed: int) -> Tensor:
     return torch.from_numpy(held_out).to(index.device)
 
 
-def row_blocks(rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Consecutive blocks of rows, each with the index of its first row, so that copies of a block stay small."""
+def row_blocks(rows: Tensor, most: int | None = None) -> Iterator[tuple[int, Tensor]]:
+    """Consecutive blocks of rows, each with the index of its first row, so that copies of a block stay small.
+
+    most: how many rows a block may have, however narrow they are.
+    """
     size = max(1, ELEMENTS_AT_ONCE // rows.shape[1])
+    size = size if most is None else max(1, min(size, most))
     for start in range(0, len(rows), size):
         yield start, rows[start : start + size]

@@ -13,7 +13,10 @@ from torch import Tensor
 from grassy.transfer.folds import Array, as_features, as_labels, as_training_set, row_blocks, stratified_folds
 from grassy.transfer.search import Search, best, check_search, fold_accuracies
 
+KS = range(1, 50, 2)  # of the protocol
+FOLDS = 5
 QUERIES_AT_ONCE = 1024  # whose distances to a block of samples are held at once
+DISTANCES_AT_ONCE = 2**24
 VOTES_AT_ONCE = 2**22
 
 
@@ -67,8 +70,8 @@ class KNN:
 def search_knn(
     features: Array,
     labels: Array,
-    ks: Sequence[int] = range(1, 50, 2),
-    folds: int = 5,
+    ks: Sequence[int] = KS,
+    folds: int = FOLDS,
     seed: int = 0,
     *,
     metric: str = "top1",
@@ -84,7 +87,7 @@ def search_knn(
         raise ValueError(f"ks must be integers, got {tuple(ks)}")
     tensor, classes, index = as_training_set(features, labels)
     held_out = stratified_folds(index, folds, seed)
-    smallest = len(index) - int(held_out.bincount().max())
+    smallest = samples_outside_folds(len(index), folds)
     if max(values) > smallest:
         raise ValueError(f"ks must be at most {smallest}, the samples outside of a fold, got {max(values)}")
     nearest = nearest_neighbours(tensor, tensor, max(values), held_out)
@@ -93,6 +96,11 @@ def search_knn(
     model = KNN(values[best(accuracies)])
     model._remember(tensor, classes, index)
     return Search(values, accuracies, model.k, model)
+
+
+def samples_outside_folds(samples: int, folds: int = FOLDS) -> int:
+    """How many samples are left outside of the largest of the stratified folds: no k can be larger."""
+    return samples - -(-samples // folds)
 
 
 @torch.no_grad()
@@ -104,7 +112,7 @@ def nearest_neighbours(queries: Tensor, samples: Tensor, k: int, group: Tensor |
     center = torch.stack([rows.double().sum(0) for _, rows in row_blocks(samples)]).sum(0) / len(samples)
     distances = torch.full((len(queries), k), torch.inf, dtype=torch.float64, device=samples.device)
     nearest = torch.zeros(len(queries), k, dtype=torch.int64, device=samples.device)
-    for start, rows in row_blocks(samples):
+    for start, rows in row_blocks(samples, DISTANCES_AT_ONCE // QUERIES_AT_ONCE):
         block = rows.double() - center  # a common offset would cost digits
         squares = block.square().sum(-1)
         for first in range(0, len(queries), QUERIES_AT_ONCE):

@@ -86,7 +86,11 @@ class LinearClassifier(ABC):
         return self.classes_.to(tensor.device)[_decide(self._scores(tensor))]
 
     def _solver(self, features: Tensor) -> Solver:
-        scale = mean_norm(features) if self.normalize else 1.0
+        norm = mean_norm(features)
+        if not 1e-30 < norm < (1e30 if self.normalize else 1e12):
+            advice = "" if self.normalize else ", or pass normalize=True"
+            raise ValueError(f"features have a mean norm of {norm:.0e}, too far from 1 to compute with: scale{advice}")
+        scale = norm if self.normalize else 1.0
         return Solver(Design(features, scale), self.penalised, self.tol, self.max_iter)
 
     def _adopt(self, solver: Solver, index: Tensor, start: Tensor | None, solve: bool = True) -> None:

@@ -20,8 +20,8 @@ class LogisticProbe(LinearClassifier):
     """min ½‖W‖² + C Σ_i −log softmax(W x_i + b)[y_i], the intercept b not regularised.
 
     Two classes have one vector of weights and the logistic loss. A fit ends when the distance of the objective from its
-    minimum is at most `tol` times the objective; the distance is bounded by ‖gradient‖²/2 for W and estimated from the
-    curvature for b, in float64. Missing it in `max_iter` Newton steps warns.
+    minimum is at most `tol` times the objective. Where b is at its minimum for W, to which it is brought, the distance
+    is at most ‖gradient‖²/2, which is computed in float64. Missing it in `max_iter` Newton steps warns.
 
     Features are as for `LinearSVM`.
     """

@@ -18,7 +18,7 @@ from grassy import paper
 from grassy.spelling import nearest
 from grassy.training.features import FeatureModel, Features, extract
 from grassy.transfer.datasets import MissingData, TransferSet, open_set
-from grassy.transfer.knn import search_knn
+from grassy.transfer.knn import KS, samples_outside_folds, search_knn
 from grassy.transfer.probe import search_probe
 from grassy.transfer.search import Search
 from grassy.transfer.svm import search_svm
@@ -37,7 +37,7 @@ class Result:
     accuracy: float
     metric: str
     parameter: str
-    chosen: float
+    chosen: float  # an int for K
     fold_accuracies: list[float]  # those of the chosen value
     train_images: int
     test_images: int
@@ -47,6 +47,7 @@ class Result:
     paper: float | None = None
     unreadable: int = 0
     recipe_seed: int | None = None
+    tried: list[float] = field(default_factory=list)  # the grid that `chosen` is from
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,10 +55,11 @@ class Result:
 
 @dataclass
 class Report:
-    """All results, and the data sets that were not there, with the reason."""
+    """All results, the data sets that were not there, and what could not be measured, each with the reason."""
 
     results: list[Result] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)  # by "model, data set" or "model, data set, method"
 
 
 def check_methods(methods: Sequence[str]) -> None:
@@ -79,7 +81,9 @@ def transfer(
     say: Callable[[str], None] = lambda _: None,
     **extraction: Any,
 ) -> Report:
-    """Run the protocol for all models and data sets; those whose data is absent are named, and the rest computed.
+    """Run the protocol for all models and data sets; what is absent or fails is named, and the rest computed.
+
+    Of models of one name, and of methods named twice, the first counts.
 
     backend: of the SVM, "torch" or "sklearn". extraction: options of `features.extract`.
     """
@@ -94,17 +98,63 @@ def transfer(
             say(f"left out: {error}")
     if not opened:
         raise ValueError(f"none of the data sets is there: {'; '.join(report.missing.values())}")
+    _check_titles(opened)
+
+    def fail(what: str, error: Exception) -> None:
+        report.failed[what] = str(error)
+        say(f"failed: {what}: {error}")
+
+    seen: set[str] = set()
     for model in models:
+        if model.name in seen:
+            continue
+        seen.add(model.name)
         for data in opened.values():
-            train, test = (
-                extract(model, images, cache, device, progress=f"{model.name}, {data.name} {part}", **extraction)
-                for part, images in (("train", data.train), ("test", data.test))
-            )
-            for method in methods:
-                result = measure(model, data, train, test, method, seed, device, backend)
+            what = f"{model.name}, {data.name}"
+            try:
+                train, test = (
+                    extract(model, images, cache, device, progress=f"{what} {part}", **extraction)
+                    for part, images in (("train", data.train), ("test", data.test))
+                )
+                _check_labels(data, train, test)
+            except (ValueError, OSError) as error:
+                fail(what, error)
+                continue
+            for part, failures in (("training", train.failures), ("test", test.failures)):
+                if failures:
+                    first = f"{failures[0].name} first ({failures[0].reason})"
+                    say(f"{data.name}: could not read {len(failures)} of the {part} images, {first}")
+            for method in dict.fromkeys(methods):
+                try:
+                    result = measure(model, data, train, test, method, seed, device, backend)
+                except (ValueError, OSError) as error:
+                    fail(f"{what}, {method}", error)
+                    continue
                 report.results.append(result)
                 say(line(result))
+    if not report.results:
+        reasons = [f"{what}: {reason}" for what, reason in report.failed.items()]
+        raise ValueError("; ".join(reasons) or "no models to measure")
     return report
+
+
+def _check_titles(opened: dict[str, TransferSet]) -> None:
+    titles: dict[str, str] = {}
+    for name, data in opened.items():
+        if data.name in titles:
+            both = f"{titles[data.name]} and {name} are both called {data.name!r}"
+            raise ValueError(f"{both}: give one of them a name of its own, as NAME=PATH")
+        titles[data.name] = name
+
+
+def _check_labels(data: TransferSet, train: Features, test: Features) -> None:
+    """A class that is not learned cannot be recognised: numbers that differ between the splits are the likely cause."""
+    strange = test.labels[~torch.isin(test.labels, train.labels)]
+    if len(strange):
+        number = int(strange.min())
+        names = data.train.class_names
+        name = f" ({names[number]})" if names is not None and number < len(names) else ""
+        raise ValueError(f"{len(strange)} test images have a label no training image has, such as {number}{name}")
 
 
 def measure(
@@ -123,6 +173,8 @@ def measure(
     options: dict[str, Any] = {"metric": data.metric, "seed": seed}
     if method == "svm":
         options["backend"] = backend
+    if method == "knn":
+        options["ks"] = [k for k in KS if k <= samples_outside_folds(len(labels))] or [1]
     search = METHODS[method](features, labels, **options)
     predicted = search.model.predict(test.features.to(device))
     chosen = search.values.index(search.chosen)
@@ -133,16 +185,17 @@ def measure(
         accuracy=100 * accuracy(predicted.cpu(), test.labels, data.metric),
         metric=data.metric,
         parameter=PARAMETERS[method],
-        chosen=float(search.chosen),
+        chosen=search.chosen if method == "knn" else float(search.chosen),
         fold_accuracies=[100 * float(value) for value in search.accuracies[chosen]],
         train_images=len(train.labels),
         test_images=len(test.labels),
-        classes=int(labels.max()) + 1,
+        classes=len(labels.unique()),
         seed=seed,
         seconds=time.monotonic() - begin,
         paper=_figure(model.recipe, method, data.name),
         unreadable=len(train.failures) + len(test.failures),
         recipe_seed=model.recipe.get("seed"),
+        tried=list(search.values),
     )
 
 
@@ -163,8 +216,21 @@ def line(result: Result) -> str:
     reference = "" if result.paper is None else f", the paper has {result.paper:.2f}"
     return (
         f"{result.model}, {result.dataset}, {result.method}: {result.accuracy:.2f} "
-        f"({result.parameter}={result.chosen:g}, {folds:.2f} in cross-validation{reference})"
+        f"({result.parameter}={result.chosen:g}{_of_grid(result)}, {folds:.2f} in cross-validation{reference})"
     )
+
+
+def _of_grid(result: Result) -> str:
+    """What the choice has to do with the end of its grid, where a value beyond might be better."""
+    if not result.tried:
+        return ""
+    smallest, largest = min(result.tried), max(result.tried)
+    words = ""
+    if result.method == "knn" and largest < max(KS):
+        words = f", tried only up to {largest} for so few images"
+    if result.chosen == largest or (result.chosen == smallest and result.method != "knn"):
+        words += ", the end of its grid"
+    return words
 
 
 def _figure(recipe: dict[str, Any], method: str, dataset: str) -> float | None:

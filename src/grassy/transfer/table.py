@@ -21,6 +21,7 @@ COLUMNS = (
     "chosen",
     "fold_mean",
     "fold_std",
+    "fold_accuracies",
     "train_images",
     "test_images",
     "classes",
@@ -33,16 +34,21 @@ COLUMNS = (
 
 
 def save(report: Report, folder: Path, facts: dict[str, Any]) -> None:
-    """transfer.csv, a line a result, and transfer.json, with the accuracies of all folds."""
+    """transfer.csv, a line a result, and transfer.json, with what was missing or failed as well."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for result in report.results:
         folds = result.fold_accuracies
-        spread = {"fold_mean": statistics.mean(folds), "fold_std": statistics.stdev(folds) if len(folds) > 1 else 0.0}
+        spread = {
+            "fold_mean": statistics.mean(folds),
+            "fold_std": statistics.stdev(folds) if len(folds) > 1 else 0.0,
+            "fold_accuracies": ";".join(map(str, folds)),
+        }
         writer.writerow({**result.to_dict(), **spread})
     write_atomically(folder / "transfer.csv", lambda file: file.write(text.getvalue().encode()))
-    whole = {**facts, "results": [result.to_dict() for result in report.results], "missing": report.missing}
+    results = [result.to_dict() for result in report.results]
+    whole = {**facts, "results": results, "missing": report.missing, "failed": report.failed}
     write_atomically(folder / "transfer.json", lambda file: file.write(json.dumps(whole, indent=1).encode()))
 
 
@@ -59,7 +65,7 @@ def render(report: Report, groups: dict[str, str]) -> str:
             if not chosen:
                 continue
             cells = [_cell([r.accuracy for r in chosen if r.dataset == dataset]) for dataset in datasets]
-            lines.append([_title(group, groups), method, *cells, _cell(_means(chosen))])
+            lines.append([_title(group, groups), method, *cells, _cell(_means(chosen, len(datasets)))])
             reference = {r.dataset: r.paper for r in chosen if r.paper is not None}
             if reference:
                 figures = [f"{reference[d]:.2f}" if d in reference else "-" for d in datasets]
@@ -78,20 +84,27 @@ def render(report: Report, groups: dict[str, str]) -> str:
 
 
 def group_by_recipe(models: Sequence[Any]) -> dict[str, str]:
-    """Runs of one recipe that differ in nothing but the seed belong together; the group has the name of the first."""
-    groups: dict[str, str] = {}
-    first: dict[str, str] = {}
-    for model in models:
+    """By the name of a model, that of its group: the first of the runs that differ in nothing but the seed.
+
+    Runs of which two have the same seed are not repetitions with other seeds, and stay apart.
+    """
+    alike: dict[str, list[Any]] = {}
+    for model in {model.name: model for model in reversed(models)}.values():
         settings = {key: value for key, value in model.recipe.items() if key != "seed"}
-        key = json.dumps(settings, sort_keys=True) if settings else model.name
-        groups[model.name] = first.setdefault(key, model.name)
-    return groups
+        alike.setdefault(json.dumps(settings, sort_keys=True) if settings else model.name, []).insert(0, model)
+    first: dict[str, str] = {}
+    for group in alike.values():
+        seeds = {model.recipe.get("seed") for model in group}
+        for model in group:
+            first[model.name] = group[0].name if len(seeds) == len(group) else model.name
+    return {model.name: first[model.name] for model in models}
 
 
-def _means(results: Sequence[Result]) -> list[float]:
-    """The mean over data sets, for each model."""
+def _means(results: Sequence[Result], datasets: int) -> list[float]:
+    """The mean over data sets, for each model that has a result on all of them: other means could not be compared."""
     models = dict.fromkeys(result.model for result in results)
-    return [statistics.mean(r.accuracy for r in results if r.model == model) for model in models]
+    accuracies = [[r.accuracy for r in results if r.model == model] for model in models]
+    return [statistics.mean(values) for values in accuracies if len(values) == datasets]
 
 
 def _cell(values: Sequence[float]) -> str:
