@@ -43,15 +43,15 @@ class MeasuredRun(Run):
         self.bare_seconds: list[float] = []
         self.bare: Callable[[], None] | None = None
 
-    def _finish_epoch(self, begin: float, updates: int) -> None:
-        super()._finish_epoch(begin, updates)
+    def _finish_epoch(self, begin: float) -> None:
+        super()._finish_epoch(begin)
         self.epoch_seconds.append(self.state.rows[-1]["seconds"])
         if self.bare is None:
             self.bare = bare_update(self)
         self.model.train()
         _wait(self.device)
         start = time.monotonic()
-        for _ in range(updates):
+        for _ in range(self.updates):
             self.bare()
         _wait(self.device)
         self.bare_seconds.append(time.monotonic() - start)

@@ -158,7 +158,7 @@ def add_transfer(commands: "argparse._SubParsersAction[Parser]") -> None:
     parser = commands.add_parser("transfer", help="how good a model's features are on other data sets")
     what = "runs, files of weights, timm/NAME or torchvision/NAME"
     parser.add_argument("--checkpoint", nargs="+", required=True, metavar="RUN", help=what)
-    known = "cifar10, cifar100, food101, pets, cars, flowers, or NAME=PATH for your own"
+    known = "cifar10, cifar100, food101, pets, cars, flowers, digits, torch/NAME, hfds/NAME, or NAME=PATH"
     parser.add_argument("--datasets", nargs="+", required=True, metavar="DATASET", help=known)
     parser.add_argument("--data-dir", type=Path, help="folder that holds the data sets")
     parser.add_argument("--methods", nargs="+", default=["svm", "knn"], metavar="METHOD", help="svm, knn, probe")
@@ -201,6 +201,8 @@ def run_transfer(args: argparse.Namespace) -> None:
     )
     table.save(report, args.output, environment(device))
     print(table.render(report, table.group_by_recipe(models)))
+    for what, reason in report.failed.items():
+        print(f"not measured: {what}: {reason}")
     print(f"Saved {args.output / 'transfer.csv'} and transfer.json")
 
 
