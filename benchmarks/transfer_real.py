@@ -15,7 +15,8 @@ from pathlib import Path
 from benchmarks.transfer_features import Features, machine
 from benchmarks.transfer_svm import quality, speed
 from grassy.training.distributed import find_device
-from grassy.training.features import extract, open_model
+from grassy.training.feature_models import open_model
+from grassy.training.features import extract
 from grassy.transfer.datasets import open_set
 
 

@@ -15,7 +15,8 @@ from grassy.report.packing import pack_angles, unpack_angles
 from grassy.training.checkpoint import load
 from grassy.training.datasets import open_images
 from grassy.training.distributed import find_device
-from grassy.training.features import extract, open_model
+from grassy.training.feature_models import open_model
+from grassy.training.features import extract
 from report_cases import make_run, tiny_images
 
 CPU = torch.device("cpu")

@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 
 import grassy
 from grassy.cli import main
+from grassy.training import feature_models
 from grassy.training import features as feature_module
 from grassy.training.datasets import ArrayImages, open_images
-from grassy.training.features import FeatureModel, Features, extract, open_model
+from grassy.training.feature_models import FeatureModel, open_model
+from grassy.training.features import Features, extract
 from grassy.training.loader import Failure
 from grassy.training.loop import train
 from grassy.transfer import datasets, protocol, table
@@ -231,7 +233,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_n
 def test_the_key_tells_models_shapes_names_and_tars_apart(tmp_path):
     from torch import nn
 
-    hash_of, key = feature_module._hash_of_tensors, feature_module.fingerprint
+    hash_of, key = feature_models._hash_of_tensors, feature_module.fingerprint
     wide, tall = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
     tall.weight.data = wide.weight.data.reshape(4, 2)
     assert hash_of(wide, "a") == hash_of(wide, "a")

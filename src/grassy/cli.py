@@ -176,7 +176,7 @@ def add_transfer(commands: "argparse._SubParsersAction[Parser]") -> None:
 def run_transfer(args: argparse.Namespace) -> None:
     from grassy.training import build
     from grassy.training.distributed import find_device
-    from grassy.training.features import open_model
+    from grassy.training.feature_models import open_model
     from grassy.training.journal import environment
     from grassy.training.recipe import Recipe
     from grassy.transfer import protocol, table

@@ -11,7 +11,8 @@ from grassy.training import build
 from grassy.training.checkpoint import Description, read_description, weights_file, write_atomically
 from grassy.training.datasets import Images, check_labels, open_images
 from grassy.training.distributed import find_device
-from grassy.training.features import extract, open_model
+from grassy.training.feature_models import open_model
+from grassy.training.features import extract
 from grassy.training.journal import environment
 from grassy.training.recipe import Recipe
 from grassy.training.streams import STREAMS

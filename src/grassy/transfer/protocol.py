@@ -16,7 +16,8 @@ from torch import Tensor
 
 from grassy import paper
 from grassy.spelling import nearest
-from grassy.training.features import FeatureModel, Features, extract
+from grassy.training.feature_models import FeatureModel
+from grassy.training.features import Features, extract
 from grassy.transfer.datasets import MissingData, TransferSet, open_set
 from grassy.transfer.knn import KS, samples_outside_folds, search_knn
 from grassy.transfer.probe import search_probe
