@@ -149,9 +149,15 @@ def test_a_captured_run_goes_on_after_an_interruption_and_stops_at_a_nan(tmp_pat
     data = tiny_arrays(tmp_path / "data", images=200)
     recipe = tiny_recipe(torchcompile="off", epochs=3, lr=0.01)
     whole = train(recipe, data, tmp_path / "whole", quiet=True)
-    original, seen = Run._should_stop, []
+    original, seen = Run._look, []
+
+    def look(run, told):
+        seen.append(run.done)
+        stop, save = original(run, told)
+        return stop or len(seen) == 40, save
+
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_should_stop", lambda run, told: seen.append(0) or len(seen) == 40 or original(run, told))
+        patch.setattr(Run, "_look", look)
         train(recipe, data, tmp_path / "parts", quiet=True)
     parts = train(recipe, data, tmp_path / "parts", resume="auto", quiet=True)
     assert [row["epoch"] for row in parts.rows] == [0, 1, 2]
