@@ -8,9 +8,11 @@ empty, and classes of one family overlap: what makes the problems of a linear SV
 
 import os
 import platform
+import time
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -86,3 +88,12 @@ def machine(device: str) -> dict[str, object]:
         "numpy": np.__version__,
         "grassy": grassy.__version__,
     }
+
+
+def timed(run: Callable[[], Any], device: str) -> tuple[float, Any]:
+    """Seconds, and what came of it."""
+    start = time.perf_counter()
+    result = run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, result

@@ -11,28 +11,18 @@ scikit-learn gets one search for 49 neighbours a fold, as a careful user would w
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.transfer_features import Features, machine, make_features
+from benchmarks.transfer_features import Features, machine, make_features, timed
 from grassy.transfer import KNN, search_knn
 from grassy.transfer.folds import stratified_folds
 from grassy.transfer.knn import vote
 
 KS = tuple(range(1, 50, 2))
-
-
-def timed(run: Callable[[], Any], device: str) -> tuple[float, Any]:
-    start = time.perf_counter()
-    result = run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, result
 
 
 def search_sklearn(data: Features) -> np.ndarray:

@@ -11,28 +11,18 @@ contestant found, LinearSVC with tol=1e-6 among them, and how many of 2,000 test
 import argparse
 import json
 import statistics
-import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.transfer_features import Features, machine, make_features
+from benchmarks.transfer_features import Features, machine, make_features, timed
 from grassy.transfer import LinearSVM, search_svm
 from grassy.transfer.scaling import mean_norm
 
 CS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 20)
-
-
-def timed(run: Callable[[], Any], device: str) -> tuple[float, Any]:
-    start = time.perf_counter()
-    result = run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, result
 
 
 def grid_search(rows: np.ndarray, labels: np.ndarray) -> Any:
