@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from grassy.optim.joint import GRASSMANN, MANIFOLD
 from grassy.subspaces import named_subspaces
 from grassy.training.checkpoint import Description, save_weights
 from grassy.training.distributed import Process
 from grassy.training.loop import Run
-from grassy.training.models import build_model
+from grassy.training.models import build_model, import_timm
 from grassy.training.recipe import load_recipe, recipe_names
 
 #: What makes a model small enough for a test where a smaller image alone does not fit it.
@@ -80,3 +81,9 @@ def _head_of(model):
     from grassy.heads import Head
 
     return next(name for name, module in model.named_modules() if isinstance(module, Head))
+
+
+def test_the_blocks_of_the_cifar_model_start_alive():
+    """Under weight decay on norms a block whose last norm starts at 0, as timm has it, can stay there."""
+    model = import_timm().create_model("resnet18_cifar", num_classes=10)
+    assert all((norm.weight == 1).all() for norm in model.modules() if isinstance(norm, nn.BatchNorm2d))

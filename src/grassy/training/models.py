@@ -49,12 +49,16 @@ def import_timm() -> Any:
 
 
 def resnet18_cifar(pretrained: bool = False, **options: Any) -> nn.Module:
-    """A ResNet-18 of timm for images of about 32 pixels: first a 3x3 convolution of stride 1, no pooling after it."""
+    """A ResNet-18 of timm for images of about 32 pixels: first a 3x3 convolution of stride 1, no pooling after it.
+
+    Its blocks start with their last norm at 1, not at 0 as timm has it for ImageNet: under weight decay on norms a
+    block that starts at 0 can die there.
+    """
     import timm
 
     if pretrained:
         raise ValueError("there are no pretrained weights of resnet18_cifar")
-    model = timm.create_model("resnet18", **{**options, "pretrained_cfg": None})
+    model = timm.create_model("resnet18", **{"zero_init_last": False, **options, "pretrained_cfg": None})
     first = model.conv1
     model.conv1 = nn.Conv2d(first.in_channels, first.out_channels, 3, padding=1, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
