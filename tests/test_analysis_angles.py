@@ -144,6 +144,19 @@ def test_the_length_of_the_angles_is_the_distance_on_the_manifold():
     assert torch.allclose(length, geometry.distance(weight[:, None], weight[None]), atol=2e-7)
 
 
+def test_blocks_are_no_larger_for_subspaces_of_many_dimensions(monkeypatch):
+    """Not by the number of pairs, which would take 64 times the memory at k = 64, but by that of their products."""
+    monkeypatch.setattr(importlib.import_module("grassy.analysis.class_angles"), "PAIRS_AT_ONCE", 200)
+    sizes, eigvalsh = {}, torch.linalg.eigvalsh
+    for k in (8, 16, 32):
+        sizes[k] = []
+        monkeypatch.setattr(torch.linalg, "eigvalsh", lambda x, k=k: sizes[k].append(x.numel()) or eigvalsh(x))
+        weight = geometry.random_subspace(10, k, 40, dtype=torch.float64)
+        sizes[k].clear()  # of what making it took
+        pairwise_principal_angles(weight)
+    assert all(max(of_blocks) <= 200 * 8 * 8 for of_blocks in sizes.values())
+
+
 def test_half_precision_and_one_class_and_parameters():
     weight = geometry.random_subspace(3, 2, 8)
     low = pairwise_principal_angles(weight.bfloat16())
@@ -234,6 +247,21 @@ def test_points_on_a_line_come_out_in_their_order(positions):
     order = cluster_order((places[:, None] - places[None]).abs())
     ordered = [positions[i] for i in order]
     assert ordered in (list(range(9)), list(range(8, -1, -1)))
+    assert order[0] < order[-1]
+
+
+def test_many_classes_are_ordered_as_well_without_trying_all_orders(monkeypatch):
+    """Beyond a number of classes the best order would take hours: then each join turns its groups as suits it best."""
+    places = torch.rand(60, dtype=torch.float64).cumsum(0)[torch.randperm(60)]
+    distance = (places[:, None] - places[None]).abs()
+    best = cluster_order(distance)
+    monkeypatch.setattr(importlib.import_module("grassy.analysis.cluster"), "MOST_FOR_BEST_ORDER", 2)
+    assert cluster_order(distance).tolist() == best.tolist()  # on a line it is the best one
+    family = torch.arange(40) % 4
+    vectors = 10 * torch.eye(4, 6)[family] + torch.randn(40, 6)
+    order = cluster_order(class_vector_angles(vectors))
+    assert sorted(order.tolist()) == list(range(40))
+    assert int((family[order].diff() != 0).sum()) == 3
     assert order[0] < order[-1]
 
 

@@ -86,6 +86,8 @@ def test_curves_skip_what_is_empty_or_not_a_number(tmp_path):
     (tmp_path / "summary.csv").write_text("epoch,train_loss,eval_loss\n0,1.5,\n1,nan,\n")
     assert read_curves(tmp_path / "summary.csv") == {"epoch": [0, 1], "train_loss": [1.5, None]}
     assert read_curves(tmp_path / "missing.csv") == {}
+    (tmp_path / "summary.csv").write_text("epoch,train_loss\n0,1.5,7,8\n1\n")  # lines too long and too short
+    assert read_curves(tmp_path / "summary.csv") == {"epoch": [0, 1], "train_loss": [1.5, None]}
 
 
 def test_samples_keep_to_their_budget_and_give_each_class_one_before_any_a_second(tmp_path):
@@ -104,6 +106,10 @@ def test_bad_input_is_one_sentence(tmp_path):
         report([make_run(tmp_path / "run", {"name": "linear"})], tmp_path)
     with pytest.raises(ValueError, match="no checkpoint"):
         report([tmp_path / "missing"], tmp_path / "report.html")
+    data = tiny_images(tmp_path / "data")
+    few = make_run(tmp_path / "few", {"name": "linear"}, classes=3)
+    with pytest.raises(ValueError, match=r"few: .*classes"):  # of several runs, which one
+        report([tmp_path / "run", few], tmp_path / "report.html", data, device="cpu")
     assert not (tmp_path / "report.html").exists()
 
 

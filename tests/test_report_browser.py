@@ -1,5 +1,6 @@
 """The page in a real browser: what a reader sees and does."""
 
+import dataclasses
 import json
 
 import pytest
@@ -136,7 +137,7 @@ def test_search_finds_a_class_and_shows_what_is_known_of_it(page, runs):
     page.wait(loaded)
     page.run("document.getElementById('search').value = 'unicorn'")
     page.click("#search-form button")
-    assert "unicorn" in page.text("#notice")
+    assert "unicorn" in page.text("#found")
 
 
 def test_a_hostile_name_is_shown_as_text(page):
@@ -165,6 +166,103 @@ def test_two_runs_can_be_compared(page, runs):
     set_value(page, "run-b", "2")  # class vectors: one angle a pair
     page.wait("document.querySelectorAll('.pair-angles')[1].children.length === 1")
     assert "has 3 angles a pair" in page.text("#notice")
+
+
+@pytest.fixture
+def odd_page(window, tmp_path):
+    """Runs with names that are hard to show, one run with other classes, and curves in a narrow range."""
+    names = [
+        "crane",
+        "\u05d0\u05d1",
+        "crane",
+        "number one of a long row",
+        "number two of a long row",
+        "\U0001f989" * 40,
+    ]
+    runs = [random_run(f"run {k}", 6, k=k, width=16, names=names) for k in (2, 3)] + [random_run("other", 4, k=2)]
+    accurate = {"epoch": [0.0, 1.0, 2.0], "eval_top1": [99.912, 99.953, 99.981]}
+    runs = [dataclasses.replace(run, curves=accurate) for run in runs]
+    write_page(runs, tmp_path / "odd.html")
+    window.open(tmp_path / "odd.html")
+    yield window
+    assert window.errors() == []
+
+
+def find(window, text):
+    window.run("document.getElementById('search').value = arguments[0]", text)
+    window.click("#search-form button")
+
+
+def test_the_same_search_again_finds_the_next_class(odd_page):
+    found = []
+    for _ in range(3):
+        find(odd_page, "crane")
+        found.append(odd_page.text("#details h3"))
+    assert found == ["class crane (0)", "class crane (2)", "class crane (0)"]  # two classes of one name
+    assert odd_page.text("#found").startswith("1 of 2")
+    find(odd_page, "two of")
+    assert odd_page.text("#details h3") == "class number two of a long row"
+    assert odd_page.text("#found") == ""
+
+
+def test_labels_of_the_matrix_keep_what_tells_names_apart(odd_page):
+    script = """
+        const written = [], pen = CanvasRenderingContext2D.prototype, before = pen.fillText;
+        pen.fillText = function (text, ...rest) { written.push(text); before.call(this, text, ...rest); };
+        document.getElementById("zoom-reset").click();
+        pen.fillText = before;
+        return written;
+    """
+    odd_page.emulate(390, 800)  # where names have little room
+    try:
+        odd_page.wait("document.getElementById('matrix').clientWidth < 390")
+        written = odd_page.run(script)
+    finally:
+        odd_page.emulate(1200, 1600)
+    long = [text for text in written if "…" in text and text.startswith("n")]
+    assert len(long) == 4
+    assert all(text.endswith("row") for text in long)
+    owls = [text for text in written if "\U0001f989" in text]
+    assert len(owls) == 2
+    assert all(set(text) == {"\U0001f989", "…"} for text in owls)  # no half of a letter
+
+
+def test_numbers_along_a_curve_tell_its_values_apart(odd_page):
+    ticks = odd_page.run(
+        "return [...document.querySelectorAll('#curves svg')[0].querySelectorAll('text[text-anchor=end]')]"
+        ".map((text) => text.textContent)"
+    )
+    assert len(set(ticks)) == len(ticks) >= 3
+    assert "99.981" in odd_page.text("#curves .readout")
+
+
+def test_a_name_written_from_right_to_left_leaves_the_text_around_it_in_order(odd_page):
+    set_value(odd_page, "order", "index")
+    box = odd_page.run(
+        "const b = document.getElementById('matrix').getBoundingClientRect(); return [b.left, b.top, b.width]"
+    )
+    gutter = odd_page.run("const b = document.getElementById('matrix').getBoundingClientRect(); return b.width * 0.22")
+    gutter = min(gutter, 16 + 16 * 7)
+    cell = (box[2] - gutter) / 6
+    odd_page.click_at(box[0] + gutter + 0.5 * cell, box[1] + gutter + 1.5 * cell)
+    assert odd_page.run("return document.getElementById('tip').textContent").startswith(
+        "\u2068\u05d0\u05d1\u2069 – \u2068crane (0)\u2069: "
+    )
+
+
+def test_a_run_with_other_classes_says_why_it_cannot_be_compared(odd_page):
+    options = "return [...document.getElementById('run-b').options].map((option) => option.textContent)"
+    assert odd_page.run(options) == ["none", "run 3"]
+    set_value(odd_page, "run-b", "1")
+    assert odd_page.run("return document.getElementById('view').value") == "split"
+    set_value(odd_page, "run-a", "2")
+    assert odd_page.run(options) == ["none has the same classes"]
+    assert odd_page.run(
+        "return [document.getElementById('run-b').disabled, document.getElementById('view').value]"
+    ) == [
+        True,
+        "a",
+    ]
 
 
 def test_the_keyboard_reaches_pairs_and_classes(page, runs):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from grassy import geometry
 
-PAIRS_AT_ONCE = 32768
+PAIRS_AT_ONCE = 32768  # of up to 8 dimensions: their products take 16 MB; of more dimensions fewer, for the same memory
 
 
 @torch.no_grad()
@@ -31,7 +31,7 @@ def pairwise_principal_angles(weight: Tensor) -> Tensor:
     dims = geometry.present_rows(bases).sum(-1)
     index = torch.arange(k, device=bases.device)
     angles = torch.zeros(classes, classes, k, dtype=_result_dtype(weight), device=bases.device)
-    rows_at_once = max(1, PAIRS_AT_ONCE // classes)
+    rows_at_once = max(1, PAIRS_AT_ONCE // max(1, k // 8) ** 2 // classes)
     for start in range(0, classes, rows_at_once):
         rows = bases[start : start + rows_at_once]
         products = rows.flatten(0, 1) @ bases[start:].flatten(0, 1).mT

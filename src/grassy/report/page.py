@@ -57,7 +57,12 @@ def report(
         raise ValueError(f"{output} is a folder: give the name of the page, such as {output / 'report.html'}")
     paths = list(dict.fromkeys(Path(run) for run in runs))
     names = run_names(paths)
-    opened = [open_run(run, name, data_dir, split, device) for run, name in zip(paths, names, strict=True)]
+    opened = []
+    for run, name in zip(paths, names, strict=True):
+        try:
+            opened.append(open_run(run, name, data_dir, split, device))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}" if len(paths) > 1 else str(error)) from error
     return write_page(opened, output, title)
 
 
@@ -108,7 +113,8 @@ def read_curves(path: Path) -> dict[str, list[float | None]]:
         return {}
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    columns = {key: [_number(row.get(key)) for row in rows] for key in (rows[0] if rows else {})}
+    names = [key for key in (rows[0] if rows else {}) if key is not None]  # None: cells beyond the last name
+    columns = {key: [_number(row[key]) for row in rows] for key in names}
     return {key: values for key, values in columns.items() if any(value is not None for value in values)}
 
 

@@ -6,6 +6,7 @@ and Ito, or maps that grow darker evenly, so that they work in grey and for all 
 
 import json
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from grassy import paper
 from grassy.report.packing import unpack_angles
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "0.75"
 ORDERS = ("index", "name", "cluster")
+SMALLEST_PRINT = 5  # points; names that would have to be smaller are left out
 
 #: What is drawn against k: its key, its title, and the key of the paper's figures.
 MEASURES = (
@@ -53,35 +56,50 @@ def angle_heatmaps(
         if not 1 <= angle <= k:
             raise ValueError(f"angle must lie between 1 and {k}, the angles of a pair, got {angle}")
     places = _order(analysis, order)
-    columns = min(len(chosen), 4)
-    rows = -(-len(chosen) // columns)
+    rows = -(-len(chosen) // 4)
+    columns = -(-len(chosen) // rows)  # five in rows of three and two, not of four and one
     size = 5.2 if len(chosen) == 1 else 3.4
-    figure = Figure(figsize=(size * columns + 0.4, size * 0.9 * rows + 0.3), layout="constrained")
+    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
+    figure = Figure(figsize=(size * columns + 0.4, size * 0.9 * rows + 0.3), layout=layout)
     for axes, angle in zip(figure.subplots(rows, columns, squeeze=False).flat, chosen, strict=False):
-        _heatmap(figure, axes, analysis, degrees[..., angle - 1], angle, places)
+        _heatmap(figure, axes, analysis, degrees[..., angle - 1], angle, places, size)
     for axes in figure.axes[len(chosen) : rows * columns] if len(chosen) < rows * columns else []:
         axes.set_visible(False)
     return figure
 
 
 def _heatmap(
-    figure: Figure, axes: Axes, analysis: Mapping[str, Any], degrees: np.ndarray, angle: int, places: list[int]
+    figure: Figure,
+    axes: Axes,
+    analysis: Mapping[str, Any],
+    degrees: np.ndarray,
+    angle: int,
+    places: list[int],
+    inches: float,
 ) -> None:
     shown = degrees[np.ix_(places, places)].astype(float)
     np.fill_diagonal(shown, np.nan)
-    # The smallest angles, which matter, are dark. Rasterised: a PDF of a million cells is of no use.
-    image = axes.imshow(shown, cmap="YlGnBu_r", interpolation="nearest", rasterized=len(places) > 64)
+    # The smallest angles, which matter, are dark. Rasterised: a PDF of a million cells is of no use. Where cells are
+    # smaller than pixels they are averaged, as colours: "nearest" would drop some classes and show others twice.
+    many = len(places) > 64
+    how = "antialiased" if many else "nearest"
+    image = axes.imshow(shown, cmap="YlGnBu_r", rasterized=many, interpolation=how, interpolation_stage="rgba")
     axes.set_facecolor("0.85")
-    bar = figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, format="%g°")
-    bar.outline.set_visible(False)
+    if np.isfinite(shown).any():  # one class alone has no angle to give a scale
+        beside = axes.inset_axes((1.03, 0.05, 0.04, 0.9))  # as tall as the matrix, whatever room its names take
+        bar = figure.colorbar(image, cax=beside, format="%g°")
+        bar.outline.set_visible(False)
     vectors = analysis["representation"] == "vectors"
     title = "Angle between class vectors" if vectors else f"Principal angle {angle} of {analysis['k']}"
     axes.set_title(title, loc="left", fontsize=11)
     names = analysis["per_class"]["name"]
-    if len(places) <= 40:
-        labels = [names[c] if len(names[c]) <= 14 else names[c][:13] + "…" for c in places]
-        turn = 90 if max(map(len, labels)) > 2 else 0
-        size = 9 if len(places) <= 16 else 6
+    labels = [shorten(names[c]) for c in places]
+    longest = max(map(len, labels))
+    # In points, 72 an inch: a line a class, 1.2 of its size, and the names beside them, 0.6 a letter, share the room
+    # that the title or the bar of colours leaves.
+    size = min(9, 72 * (0.9 * inches - 0.45) / (1.2 * len(places) + 0.6 * longest))
+    if size >= SMALLEST_PRINT:
+        turn = 90 if longest > 2 or (longest == 2 and len(places) > 16) else 0
         axes.set_xticks(range(len(places)), labels, rotation=turn, fontsize=size)
         axes.set_yticks(range(len(places)), labels, fontsize=size)
         for text in (*axes.get_xticklabels(), *axes.get_yticklabels()):
@@ -92,6 +110,14 @@ def _heatmap(
         axes.set_xlabel(f"{len(places)} classes", fontsize=9)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
+
+
+def shorten(name: str, most: int = 16) -> str:
+    """A long name without its middle: names of classes differ at their ends as often as at their beginnings."""
+    name = " ".join(name.split())  # a label is one line
+    if len(name) <= most:
+        return name
+    return f"{name[: most // 2].rstrip()}…{name[-(most - 1 - most // 2) :].lstrip()}"
 
 
 def _order(analysis: Mapping[str, Any], order: str | Sequence[int]) -> list[int]:
@@ -180,29 +206,54 @@ def against_dimension(
 # ------------------------------------------------------------------------------------------------ bars
 
 
-def strategy_bars() -> Figure:
-    """Accuracy of the paper's ResNet50-D by the recipes RSB-A3 to A1: vectors, subspaces, and those with FixRes.
+#: The training strategies that are compared: their key, their name, colour and hatch.
+STRATEGIES = (
+    ("linear", "class vectors", ORANGE, ""),
+    ("grassmann", "subspaces", BLUE, ""),
+    ("grassmann-fixres", "subspaces and FixRes", GREEN, "//"),
+)
 
-    Of a figure that the paper has wrong, the corrected one is drawn.
+
+def strategy_bars(results: Mapping[str, Mapping[str, float]] | None = None) -> Figure:
+    """Accuracy by training recipe: class vectors, subspaces, and subspaces trained and tested by FixRes.
+
+    results: accuracies in percent by recipe, such as {"RSB-A3": {"linear": 79.4, "grassmann": 79.6,
+    "grassmann-fixres": 80.2}}, of which some may be missing; None for what the paper says of ResNet50-D with k = 8. Of
+    a figure that the paper has wrong, the corrected one is drawn.
     """
-    recipes = ("a3", "a2", "a1")
-    variants = (("linear", "class vectors", ORANGE, ""), ("grassmann", "subspaces, k = 8", BLUE, ""),
-                ("grassmann-fixres", "subspaces and FixRes", GREEN, "//"))  # fmt: skip
-    figure = Figure(figsize=(6.2, 3.4), layout="constrained")
+    of_paper = results is None
+    results = _strategies_of_paper() if results is None else results
+    drawn = [entry for entry in STRATEGIES if any(entry[0] in row for row in results.values())]
+    if not drawn:
+        raise ValueError(f"there is nothing to draw: no result of {', '.join(key for key, *_ in STRATEGIES)}")
+    values = [row[key] for row in results.values() for key, *_ in drawn if key in row]
+    lowest = np.floor(2 * (min(values) - 0.25 * (max(values) - min(values)) - 0.25)) / 2
+    figure = Figure(figsize=(max(4.4, 0.2 + 2.0 * len(results)), 3.4), layout="constrained")
     axes = figure.subplots()
-    for shift, (suffix, name, color, hatch) in enumerate(variants):
-        rows = [paper.figures(f"resnet50d-rsb-{recipe}-{suffix}") for recipe in recipes]
-        values = [row.get("corrections", {}).get("top1", {}).get("value", row["top1"]) for row in rows]
-        bars = axes.bar(
-            np.arange(3) + 0.27 * (shift - 1), values, 0.25, color=color, hatch=hatch, edgecolor="white", label=name
-        )
+    for shift, (key, name, color, hatch) in enumerate(drawn):
+        dimension = ", k = 8" if of_paper and key == "grassmann" else ""
+        having = [(place, row[key]) for place, row in enumerate(results.values()) if key in row]
+        where = [place + 0.27 * (shift - (len(drawn) - 1) / 2) for place, _ in having]
+        heights = [height for _, height in having]
+        bars = axes.bar(where, heights, 0.25, color=color, hatch=hatch, edgecolor="white", label=name + dimension)
         axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
-    axes.set_xticks(range(3), [f"RSB-{recipe.upper()}" for recipe in recipes])
-    axes.set_ylim(78.5, 82.4)
-    axes.set_ylabel("top-1 on ImageNet (%), from 78.5")
+    axes.set_xticks(range(len(results)), list(results))
+    axes.set_ylim(lowest, max(values) + 0.28 * (max(values) - lowest))
+    axes.set_ylabel(f"top-1{' on ImageNet' if of_paper else ''} (%), from {lowest:g}")
     axes.legend(frameon=False, fontsize=9, ncols=3, loc="upper left", columnspacing=1.2, handlelength=1.2)
     tidy(axes)
     return figure
+
+
+def _strategies_of_paper() -> dict[str, dict[str, float]]:
+    def top1(key: str) -> float:
+        row = paper.figures(key)
+        return float(row.get("corrections", {}).get("top1", {}).get("value", row["top1"]))
+
+    return {
+        f"RSB-{recipe.upper()}": {key: top1(f"resnet50d-rsb-{recipe}-{key}") for key, *_ in STRATEGIES}
+        for recipe in ("a3", "a2", "a1")
+    }
 
 
 def iteration_time(results: Path | Mapping[str, Mapping[str, float]] | None = None) -> Figure:
@@ -211,16 +262,16 @@ def iteration_time(results: Path | Mapping[str, Mapping[str, float]] | None = No
     results: times by what was timed, such as {"ResNet-50": {"linear": 0.21, "grassmann": 0.22}}; or a results file of
     `benchmarks`, with "medians" of a linear and a grassmann head; None for what the paper says.
     """
-    figure = Figure(figsize=(5.6, 3.2), layout="constrained")
-    axes = figure.subplots()
     times = _times(results)
+    figure = Figure(figsize=(max(4.4, 0.8 + 1.6 * len(times)), 3.2), layout="constrained")
+    axes = figure.subplots()
     where = np.arange(len(times))
     for shift, (key, name, color) in enumerate((("linear", "class vectors", ORANGE), ("grassmann", "subspaces", BLUE))):
         relative = [100 * pair[key] / pair["linear"] for pair in times.values()]
         bars = axes.bar(where + 0.38 * (shift - 0.5), relative, 0.35, color=color, label=name)
         axes.bar_label(bars, fmt="%.1f", fontsize=9, padding=2)
-    axes.set_xticks(where, list(times))
-    axes.set_xlim(-0.7, len(times) - 0.3)
+    axes.set_xticks(where, [textwrap.fill(name, 16) for name in times])
+    axes.set_xlim(-0.6, len(times) - 0.4)
     axes.set_ylim(0, 100 * max(pair["grassmann"] / pair["linear"] for pair in times.values()) * 1.3)
     axes.set_ylabel("time of an iteration (%)")
     axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper left")
@@ -244,7 +295,10 @@ def _times(results: Path | Mapping[str, Mapping[str, float]] | None) -> dict[str
 def save_pictures(analyses: Mapping[str, Mapping[str, Any]], folder: Path, suffix: str = ".pdf") -> list[Path]:
     """The heatmaps of each run, by its name, and, of several k, the measures against it; written into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {f"angles-{name.replace('/', '-')}": angle_heatmaps(analysis) for name, analysis in analyses.items()}
+    figures = {}
+    for number, (run, analysis) in enumerate(analyses.items(), start=1):
+        name = f"angles-{run.replace('/', '-')}"
+        figures[f"{name}-{number}" if name in figures else name] = angle_heatmaps(analysis)
     points = points_of_runs(list(analyses.values()))
     if len(points) > 1 and any(points.values()):
         figures["against-k"] = against_dimension(points)

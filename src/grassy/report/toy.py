@@ -66,8 +66,9 @@ def draw_toy(steps: int = 40, lr: float = 0.3, toy: Toy | None = None) -> Figure
         _plane(axes, toy, title)
         _line(axes, path[-1], color)
         axes.plot(*path.T, "o-", color=color, markersize=3.5, linewidth=1.2, zorder=4)
-        axes.plot(*path[0], "o", color="white", markeredgecolor=color, markersize=8, zorder=5)
+        axes.plot(*path[0], "o", color="white", markeredgecolor=color, markersize=8, zorder=5, label="start")
         axes.plot(*path[-1], "o", color=color, markersize=8, zorder=5)
+    _legend(figure, left)
     for (title, color, path), style in zip(paths, ("-", "--"), strict=True):
         length = torch.linalg.vector_norm(path, dim=-1)
         right.plot(length, style, color=color, linewidth=2, label=title)
@@ -97,6 +98,7 @@ def animate_toy(
         (trail,) = axes.plot([], [], "o-", color=color, markersize=3, linewidth=1, alpha=0.6, zorder=4)
         (point,) = axes.plot([], [], "o", color=color, markersize=9, zorder=5)
         artists.append((spanned, trail, point))
+    _legend(figure, figure.axes[0])
 
     def show(frame: int) -> list[Any]:
         at = min(frame, steps)
@@ -145,10 +147,10 @@ def _ends(vector: Tensor) -> tuple[list[float], list[float]]:
 def _plane(axes: Axes, toy: Toy, title: str) -> None:
     circle = torch.linspace(0, 2 * math.pi, 200)
     axes.plot(circle.cos(), circle.sin(), color=GREY, linewidth=1, zorder=1)
-    axes.plot(*_ends(toy.other_line[0]), color=GREY, linewidth=1.5, linestyle=":", zorder=1)
     (x, y), (other_x, other_y) = (1.32 * points.T for points in (toy.features, toy.others))  # outside of the circle
     axes.scatter(x, y, s=12, color=GREEN, marker="^", label="features of the class", zorder=2)
-    axes.scatter(other_x, other_y, s=12, color="0.5", marker="x", linewidth=1, label="of the other class", zorder=2)
+    axes.scatter(other_x, other_y, s=12, color="0.5", marker="x", linewidth=1, label="features of another", zorder=2)
+    axes.plot(*_ends(toy.other_line[0]), color=GREY, linewidth=1.5, linestyle=":", zorder=1, label="its line")
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_aspect("equal")
     axes.set_xlim(-1.75, 1.75)
@@ -156,7 +158,12 @@ def _plane(axes: Axes, toy: Toy, title: str) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     axes.spines[:].set_visible(False)
-    axes.legend(loc="lower left", fontsize=8, frameon=False, handletextpad=0.2, borderpad=0)
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    """One for all planes, below them, where no line passes through it."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), fontsize=9, frameon=False)
 
 
 def _line(axes: Axes, vector: Tensor, color: str) -> Any:

@@ -26,11 +26,12 @@ function drawCurve(title, lines) {
   const [y0, y1] = [Math.min(yTicks[0], ...ys), Math.max(yTicks[yTicks.length - 1], ...ys)];
   const px = (x) => left + (x - x0) / (x1 - x0) * (width - left - right);
   const py = (y) => height - bottom - (y - y0) / (y1 - y0 || 1) * (height - top - bottom);
-  const last = lines.map((line, n) => `${data.runs[line.index].name} ends at ${short(points[n].at(-1)[1])}`);
+  const step = yTicks.length > 1 ? yTicks[1] - yTicks[0] : Infinity;
+  const last = lines.map((line, n) => `${data.runs[line.index].name} ends at ${short(points[n].at(-1)[1], step)}`);
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}: ${last.join("; ")}` });
   for (const y of yTicks) {
     picture.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: py(y), y2: py(y) }),
-      svg("text", { x: left - 6, y: py(y) + 4, "text-anchor": "end" }, short(y)));
+      svg("text", { x: left - 6, y: py(y) + 4, "text-anchor": "end" }, short(y, step)));
   }
   for (const x of xTicks) picture.append(svg("text", { x: px(x), y: height - 9, "text-anchor": "middle" }, String(x)));
   lines.forEach((line, n) => {
@@ -48,7 +49,7 @@ function drawCurve(title, lines) {
     readout.replaceChildren(...lines.map((line, n) => {
       const at = x === null ? points[n].at(-1) : points[n].find((p) => p[0] === x);
       return element("span", { className: "entry" },
-        element("span", { className: "dot", style: `--dot: ${runColor(line.index)}` }), at ? short(at[1]) : "–");
+        element("span", { className: "dot", style: `--dot: ${runColor(line.index)}` }), at ? short(at[1], step) : "–");
     }), x === null ? " at the end" : ` after epoch ${x}`);
   };
   picture.addEventListener("pointermove", (event) => {

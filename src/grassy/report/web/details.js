@@ -98,7 +98,7 @@ class Details {
     if (!confusions) return null;
     const count = (from, to) => confusions[from].find(([other]) => other === to)?.[1];
     const lines = [[i, j], [j, i]].filter(([from, to]) => count(from, to)).map(([from, to]) =>
-      `${count(from, to)} of ${name[from]} taken for ${name[to]}`);
+      `${count(from, to)} of ${isolated(name[from])} taken for ${isolated(name[to])}`);
     return lines.length ? element("p", { className: "small" }, runs.length > 1 ? `${run.name}: ` : "", `${lines.join("; ")}.`) : null;
   }
 

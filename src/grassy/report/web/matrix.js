@@ -12,6 +12,7 @@ class Matrix {
     this.left = 0; // the first visible column and row, in cells, not whole
     this.top = 0;
     this.pointers = new Map();
+    this.fits = new Map(); // names as they fit into the margin, for measuring takes time
     this.listen();
     new ResizeObserver(() => this.draw()).observe(canvas.parentElement);
   }
@@ -67,6 +68,7 @@ class Matrix {
     if (this.canvas.width !== Math.round(size * ratio)) {
       this.canvas.width = this.canvas.height = Math.round(size * ratio);
       this.canvas.style.height = `${size}px`;
+      this.fits.clear();
     }
     const pen = this.context;
     const style = getComputedStyle(this.canvas);
@@ -83,7 +85,12 @@ class Matrix {
   /** Numbers inside of cells that are large enough. */
   drawValues(pen, gutter, cell, style) {
     if (cell < 34) return;
-    pen.font = `${Math.min(14, cell / 3)}px ${style.fontFamily}`;
+    const usual = Math.min(14, cell / 3);
+    pen.font = `${usual}px ${style.fontFamily}`;
+    const widest = Math.max(...[this.shown.low, this.shown.high].map((end) => pen.measureText(fixed(end, 1)).width));
+    const fitting = Math.min(usual, usual * (cell - 8) / widest); // smaller before shorter
+    const decimals = fitting >= 11 ? 1 : 0;
+    if (decimals) pen.font = `${fitting}px ${style.fontFamily}`;
     pen.textAlign = "center";
     pen.textBaseline = "middle";
     const classes = this.shown.order.length;
@@ -97,7 +104,7 @@ class Matrix {
         const color = this.pixels[row * classes + column];
         const light = 0.3 * (color & 255) + 0.59 * (color >> 8 & 255) + 0.11 * (color >> 16 & 255);
         pen.fillStyle = light > 105 ? "#10151c" : "#f4f7fa";
-        pen.fillText(fixed(degrees, cell > 44 ? 1 : 0), x, y);
+        pen.fillText(fixed(degrees, decimals), x, y);
       }
     }
   }
@@ -112,8 +119,7 @@ class Matrix {
     const write = (position, along, column) => {
       const name = names[order[position]];
       pen.font = `${chosen.has(position) ? "bold " : ""}12px ${style.fontFamily}`;
-      let text = name.slice(0, 40);
-      while (text.length > 2 && pen.measureText(text).width > gutter - 8) text = `${text.slice(0, -2)}…`;
+      const text = this.fitted(pen, name, gutter - 8);
       pen.fillStyle = chosen.has(position) ? style.getPropertyValue("--accent") : style.color;
       pen.textBaseline = "middle";
       pen.save();
@@ -131,10 +137,27 @@ class Matrix {
       for (let position = 0; position < order.length; position++) {
         const along = gutter + (position + 0.5 - start) * cell;
         if (along < gutter || along > gutter + room) continue;
+        const inside = Math.min(along, gutter + room - 6);
+        if (inside < along && !chosen.has(position)) continue; // of a cell that is cut off
         const near = !chosen.has(position) && [...chosen].some((other) => Math.abs(other - position) * cell < 14);
-        if (chosen.has(position) || (position % step === 0 && !near)) write(position, along, column);
+        if (chosen.has(position) || (position % step === 0 && !near)) write(position, inside, column);
       }
     }
+  }
+
+  /** A name as long as there is room, else without its middle: names differ at the end as often as at the beginning. */
+  fitted(pen, name, width) {
+    const key = `${pen.font} ${width} ${name}`;
+    if (!this.fits.has(key)) {
+      const letters = [...name]; // whole ones: half of a pair of surrogates is none
+      let text = name;
+      for (let kept = Math.min(letters.length - 1, 40); kept > 0 && pen.measureText(text).width > width; kept--) {
+        const end = Math.floor(kept / 2);
+        text = `${letters.slice(0, kept - end).join("").trimEnd()}…${letters.slice(letters.length - end).join("").trimStart()}`;
+      }
+      this.fits.set(key, text);
+    }
+    return this.fits.get(key);
   }
 
   drawSelection(pen, gutter, room, cell, style) {

@@ -2,8 +2,7 @@
 
 function showMetrics() {
   const table = byId("metrics");
-  const names = data.runs.map((run, i) =>
-    element("th", { scope: "col" }, element("span", { className: "dot", style: `--dot: ${runColor(i)}` }), run.name));
+  const names = data.runs.map((_, i) => element("th", { scope: "col" }, ...runLabel(i)));
   table.append(element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "Measure"), ...names)));
   const body = element("tbody");
   const facts = [
@@ -29,11 +28,11 @@ function showMetrics() {
 
 function describeHead(analysis) {
   const what = analysis.representation === "subspaces"
-    ? `subspaces, k ${spread(analysis.per_class.dimension)}` : "class vectors";
+    ? `subspaces, k\u00a0${spread(analysis.per_class.dimension)}` : "class vectors";
   return analysis.head ? `${analysis.head.name} (${what})` : what;
 }
 
 function spread(numbers) {
   const low = numbers.reduce((a, b) => Math.min(a, b)), high = numbers.reduce((a, b) => Math.max(a, b));
-  return low === high ? `= ${low}` : `from ${low} to ${high}`;
+  return low === high ? `=\u00a0${low}` : `from ${low} to ${high}`;
 }

@@ -7,6 +7,7 @@ const matrix = new Matrix(byId("matrix"), {
   onPair: (i, j) => choose(i, j, "stay"), onClass: (i) => choose(i, i, "stay"), onHover: hover,
 });
 let runs = []; // A and, if there is one, B, with their angles decoded
+let searched = ""; // what was searched for last
 let described = ""; // what the details are about
 
 /** Whether two runs tell the same classes apart, so that their pairs can be compared. */
@@ -118,24 +119,34 @@ function hover(cell, event) {
   const both = cell.row !== null && cell.column !== null && cell.row !== cell.column;
   const degrees = both ? matrix.shown.value(cell.row, cell.column) : NaN;
   tip.textContent = both
-    ? `${names[cell.row]} – ${names[cell.column]}: ${Number.isNaN(degrees) ? "no such angle" : `${fixed(degrees, 2)}°`}`
+    ? `${isolated(names[cell.row])} – ${isolated(names[cell.column])}: ${Number.isNaN(degrees) ? "no such angle" : `${fixed(degrees, 2)}°`}`
     : names[cell.row ?? cell.column];
   const stage = tip.parentElement.getBoundingClientRect();
   tip.style.left = `${Math.min(event.offsetX + 14, stage.width - tip.offsetWidth - 4)}px`;
   tip.style.top = `${Math.min(event.offsetY + 14, stage.height - tip.offsetHeight - 4)}px`;
 }
 
-/** The class of that name or number; else the first whose name holds the text. */
+/** Classes by a text, the best first: of that name or number, then with names that begin with it, or hold it. */
 function find(text) {
   const names = data.runs[state.a].analysis.per_class.name;
   const wanted = text.trim().toLowerCase();
-  if (!wanted) return -1;
+  if (!wanted) return [];
   const lower = names.map((name) => name.toLowerCase());
-  const exact = lower.indexOf(wanted);
-  if (exact >= 0) return exact;
-  if (/^[0-9]+$/.test(wanted) && Number(wanted) < names.length) return Number(wanted);
-  const start = lower.findIndex((name) => name.startsWith(wanted));
-  return start >= 0 ? start : lower.findIndex((name) => name.includes(wanted));
+  const where = (test) => lower.flatMap((name, i) => test(name) ? [i] : []);
+  const number = /^[0-9]+$/.test(wanted) && Number(wanted) < names.length ? [Number(wanted)] : [];
+  return [...new Set([...where((name) => name === wanted), ...number,
+    ...where((name) => name.startsWith(wanted)), ...where((name) => name.includes(wanted))])];
+}
+
+/** Show the class that is searched for; the same search again shows the next one. */
+function search(text) {
+  const found = find(text);
+  const before = found.indexOf(state.selected?.[0] === state.selected?.[1] ? state.selected?.[0] : -1);
+  const at = text === searched ? (before + 1) % found.length : 0;
+  searched = text;
+  if (found.length) choose(found[at], found[at]);
+  byId("found").textContent = !found.length ? `No class is called “${text}”.`
+    : found.length > 1 ? `${at + 1} of ${found.length}, Find again for the next` : "";
 }
 
 function moveBy(rows, columns) {
@@ -151,8 +162,7 @@ function fillControls() {
   byId("title").textContent = data.title || (data.runs.length === 1 ? data.runs[0].name : `${data.runs.length} runs side by side`);
   byId("runs").hidden = data.runs.length === 1 && !data.title;
   byId("footer").textContent = `Made by grassy ${data.version}. This file holds all of its data and fetches nothing.`;
-  byId("runs").append(...data.runs.map((run, i) => element("li", {},
-    element("span", { className: "dot", style: `--dot: ${runColor(i)}` }), run.name)));
+  byId("runs").append(...data.runs.map((_, i) => element("li", {}, ...runLabel(i))));
   byId("run-a").append(...data.runs.map((run, i) => element("option", { value: String(i) }, run.name)));
   for (const part of document.querySelectorAll(".several")) part.hidden = data.runs.length < 2;
   fillB();
@@ -162,10 +172,17 @@ function fillControls() {
 /** Runs that A can be compared with. */
 function fillB() {
   const others = data.runs.map((run, i) => [i, run]).filter(([i]) => i !== state.a && comparable(state.a, i));
-  byId("run-b").replaceChildren(element("option", { value: "" }, "none"),
+  byId("run-b").replaceChildren(element("option", { value: "" }, others.length ? "none" : "none has the same classes"),
     ...others.map(([i, run]) => element("option", { value: String(i) }, run.name)));
   if (!others.some(([i]) => i === state.b)) state.b = null;
   byId("run-b").value = state.b === null ? "" : String(state.b);
+  byId("run-b").disabled = !others.length;
+  fillView();
+}
+
+function fillView() {
+  if (state.b === null) state.view = "a";
+  byId("view").value = state.view;
   byId("view").disabled = state.b === null;
 }
 
@@ -178,14 +195,15 @@ function listen() {
     const same = comparable(state.a, Number(event.target.value));
     state.a = Number(event.target.value);
     if (!same) state.selected = null;
+    searched = byId("found").textContent = "";
     fillB();
     fillNames();
     refresh();
   });
   byId("run-b").addEventListener("change", (event) => {
     state.b = event.target.value === "" ? null : Number(event.target.value);
-    byId("view").disabled = state.b === null;
-    if (state.b !== null && state.view === "a") byId("view").value = state.view = "split";
+    if (state.b !== null && state.view === "a") state.view = "split";
+    fillView();
     refresh();
   });
   byId("view").addEventListener("change", (event) => { state.view = event.target.value; refresh(); });
@@ -193,9 +211,7 @@ function listen() {
   byId("angle").addEventListener("input", (event) => { state.angle = Number(event.target.value) - 1; refresh(); });
   byId("search-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    const found = find(byId("search").value);
-    if (found >= 0) choose(found, found);
-    byId("notice").textContent = found >= 0 ? "" : `No class is called “${byId("search").value}”.`;
+    search(byId("search").value);
   });
   byId("zoom-in").addEventListener("click", () => matrix.zoomBy(1.6));
   byId("zoom-out").addEventListener("click", () => matrix.zoomBy(1 / 1.6));
