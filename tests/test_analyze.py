@@ -37,6 +37,20 @@ def features_of(run, data):
     return load(run).get_classifier(), found.features, found.labels
 
 
+def test_features_meet_the_subspaces_as_the_head_sees_them():
+    head = grassy.GrassmannHead(10, 4, k=3, standardize=True)
+    features, labels = 5 + torch.randn(200, 10), torch.arange(200) % 4
+    for _ in range(50):
+        head.prepare(features)
+    result = describe(head, None, features, labels)
+    with head.evaluating():
+        seen = head.prepare(features)
+    ranks = analysis.class_effective_ranks(seen, labels, head.weight)
+    assert result["scalars"]["mean_effective_rank"] == pytest.approx(float(ranks.mean()))
+    assert result["scalars"]["variability"] == pytest.approx(analysis.variability(features, labels))
+    assert head.training  # as it was
+
+
 def test_the_scalars_are_those_of_the_analysis_functions(tmp_path, data):
     run = run_of(tmp_path / "run")
     result = analyze(run, data, device="cpu")

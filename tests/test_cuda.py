@@ -93,11 +93,11 @@ def test_a_compiled_model_trains():
     )
 
 
-@pytest.mark.parametrize("shape", [(1000, 8, 512), (37, 8, 1000), (5, 1, 7), (21, 5, 384), (3, 4, 2048)])
+@pytest.mark.parametrize("shape", [(37, 8, 1000), (5, 1, 7), (3, 4, 2048)])
 @pytest.mark.parametrize("transport", ["projection", "parallel"])
-def test_the_kernel_agrees_with_the_reference_in_float64(shape, transport):
+def test_the_kernel_in_triton_agrees_with_the_reference_in_float64(shape, transport):
     w = g.random_subspace(*shape, device="cuda")
-    assert ops.choose("auto", w) == "triton"
+    assert ops.choose("auto", w) == ("triton" if shape[1] <= 4 else "cuda")
     d = 0.3 * torch.randn_like(w)
     m = g.project(w, 0.3 * torch.randn_like(w))
     d[1] = float("nan")
@@ -125,7 +125,7 @@ def test_the_kernel_keeps_subspaces_orthonormal_over_thousands_of_steps():
 @pytest.mark.parametrize(
     "head",
     [{"name": "linear"}, {"name": "grassmann", "k": 2, "gamma": 8.0}, {"name": "grassmann", "k": 12, "gamma": 8.0}],
-    ids=["linear", "kernel", "reference"],
+    ids=["linear", "triton", "cuda"],
 )
 def test_a_captured_run_follows_one_that_is_not(tmp_path, head, monkeypatch):
     from grassy.training.loop import Run, train
@@ -170,3 +170,44 @@ def _process():
     from grassy.training.distributed import Process
 
     return Process(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("transport", ["projection", "parallel"])
+def test_a_spectral_step_agrees_with_the_cpu_and_can_be_captured(transport):
+    w = g.random_subspace(30, 8, 64)
+    w[3, 1] = 0
+    d = torch.randn_like(w) * torch.logspace(-6, 3, 30)[:, None, None]
+    d[5], d[7, 2, 5] = 0, float("nan")
+    options = {"direction": "spectral", "transport": transport, "max_angle": 0.5}
+    expected, expected_buffer = w.clone(), torch.zeros_like(w)
+    for _ in range(4):
+        ops.geodesic_step(expected, d, expected_buffer, 0.05, 0.9, **options)
+    moved, buffer, gradient = w.cuda(), torch.zeros_like(w).cuda(), d.cuda()
+    lr = torch.tensor(0.05, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        ops.geodesic_step(moved, gradient, buffer, lr, 0.9, **options)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # anything that asked the host would raise
+        ops.geodesic_step(moved, gradient, buffer, lr, 0.9, **options)
+    for _ in range(3):
+        graph.replay()
+    assert g.distance(moved.cpu(), expected).max() < 1e-4
+    scale = d.nan_to_num(nan=0.0).abs().amax((1, 2), keepdim=True).clamp_min(1e-12)
+    assert ((buffer.cpu() - expected_buffer) / scale).abs().max() < 1e-3
+    assert torch.equal(moved[[5, 7]].cpu(), w[[5, 7]])
+    assert g.orthonormality_error(moved) < 1e-6
+
+
+def test_standardised_features_agree_with_the_cpu_and_take_their_statistics_in_float32_under_autocast():
+    head = grassy.GrassmannHead(64, 7, k=3, standardize=True)
+    other = grassy.GrassmannHead(64, 7, k=3, standardize=True).cuda()
+    other.load_state_dict(head.state_dict())
+    x = (3 + torch.randn(50, 64)).bfloat16()
+    head(x)
+    with torch.autocast("cuda", torch.bfloat16):
+        other(x.cuda()).sum().backward()
+    assert torch.allclose(other.batch_norm.running_var.cpu(), head.batch_norm.running_var, atol=1e-5)
+    assert torch.allclose(other.scores(x.cuda()).cpu(), head.scores(x), atol=1e-3)

@@ -51,6 +51,7 @@ def test_random_crops_and_uneven_validation_are_shared_as_well(tmp_path):
     for ours, theirs in zip(one.rows, rows, strict=True):
         assert theirs["eval_loss"] == pytest.approx(ours["eval_loss"], rel=1e-3)
         assert theirs["eval_top1"] == pytest.approx(ours["eval_top1"])
+        assert theirs["eval_effective_rank"] == pytest.approx(ours["eval_effective_rank"], rel=1e-3)
         assert theirs["train_loss"] == pytest.approx(ours["train_loss"], rel=1e-3)
 
 

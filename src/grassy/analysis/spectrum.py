@@ -28,7 +28,7 @@ def effective_rank(coordinates: Tensor) -> Tensor:
         raise ValueError("coordinates hold NaN or Inf")
     coordinates = coordinates.double()
     coordinates = coordinates / coordinates.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(torch.double).tiny)
-    return _rank_of_shares(_energies(coordinates.mT @ coordinates))
+    return effective_rank_of_moments(coordinates.mT @ coordinates)
 
 
 @torch.no_grad()
@@ -70,6 +70,11 @@ def class_effective_ranks(features: Tensor, labels: Tensor, weight: Tensor) -> T
     without samples, 0 for one whose features are all orthogonal to its subspace.
     """
     return _rank_of_shares(class_spectra(features, labels, weight))
+
+
+def effective_rank_of_moments(moments: Tensor) -> Tensor:
+    """`effective_rank` of vectors of which only the sum of t tᵀ is known, (..., K, K) -> (...); 0 where it is zero."""
+    return _rank_of_shares(_energies(moments))
 
 
 def _energies(moments: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 from grassy.heads.arcface import ArcFaceHead
 from grassy.heads.base import Criterion, Head, LossRequest
 from grassy.heads.cosine import CosineHead
+from grassy.heads.gamma import recommended_gamma
 from grassy.heads.grassmann import GrassmannHead
 from grassy.heads.linear import LinearHead
 from grassy.heads.multi import MultiHead
@@ -57,4 +58,5 @@ __all__ = [
     "SubcenterArcFaceHead",
     "check_head_options",
     "create_head",
+    "recommended_gamma",
 ]

@@ -26,10 +26,11 @@ class ArcFaceHead(Head):
         scale: float = 64.0,
         margin: float = 0.5,
         dropout: float = 0.0,
+        standardize: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, num_classes, dropout)
+        super().__init__(in_features, num_classes, dropout, standardize, device, dtype)
         if not scale > 0:
             raise ValueError(f"scale must be positive, got {scale!r}")
         if not 0 <= margin < math.pi / 2:
@@ -39,6 +40,7 @@ class ArcFaceHead(Head):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        super().reset_parameters()
         init_like_linear(self.weight)
 
     def cosines(self, features: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
 """The contract of a head: features in, logits out, and a loss."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from grassy.heads.standardize import standardization, standardized
 from grassy.ops import autocasts
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -25,7 +27,8 @@ class Head(nn.Module):
     A new head defines `logits`. It may use the target, as margin heads do in training. If its training loss is more
     than a criterion on its logits, it defines `loss` as well.
 
-    dropout: probability of dropping a feature in training, before anything else.
+    dropout: probability of dropping a feature in training.
+    standardize: give each of the N features mean 0 and variance 1 first, by a batch normalisation without parameters.
     """
 
     #: Names of the parameters that are subspaces, to be trained by Riemannian SGD.
@@ -35,7 +38,15 @@ class Head(nn.Module):
     #: Whether no logit can be negative, which binary cross-entropy cannot work with.
     logits_are_nonnegative = False
 
-    def __init__(self, in_features: int, num_classes: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        dropout: float = 0.0,
+        standardize: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         in_features = positive_integer("in_features", in_features)
         num_classes = positive_integer("num_classes", num_classes)
@@ -44,6 +55,9 @@ class Head(nn.Module):
         self.in_features = in_features
         self.num_classes = num_classes
         self.dropout = dropout
+        if not isinstance(standardize, bool):
+            raise TypeError(f"standardize must be True or False, got {standardize!r}")
+        self.batch_norm: nn.Module | None = standardization(in_features, device, dtype) if standardize else None
         self.loss_request: LossRequest | None = None
 
     def forward(self, features: Tensor, target: Tensor | None = None) -> Tensor:
@@ -53,6 +67,11 @@ class Head(nn.Module):
                 return self.loss(features, *self.loss_request)
             return self.logits(self.prepare(features), self.loss_request.target)
         return self.logits(self.prepare(features, target), target)
+
+    def reset_parameters(self) -> None:
+        """Start anew. A head with weights of its own fills them, too."""
+        if self.batch_norm is not None:
+            self.batch_norm.reset_parameters()  # type: ignore[operator]
 
     @property
     def out_features(self) -> int:
@@ -73,22 +92,34 @@ class Head(nn.Module):
     @torch.no_grad()
     def scores(self, features: Tensor) -> Tensor:
         """What evaluation ranks classes by, (..., C): logits without dropout or margin, whatever the mode."""
-        was_training = self.training
-        self.eval()
-        try:
+        with self.evaluating():
             return self.logits(self.prepare(features))
-        finally:
-            self.train(was_training)
 
     def outlier_score(self, features: Tensor) -> Tensor:
         """How little a feature looks like any class, (...) in [0, 1]: here one minus the largest softmax."""
         return 1 - self.scores(features).softmax(-1).amax(-1)
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within this the head is in evaluation mode, its statistics too; afterwards in whatever mode each was."""
+        modes = [(module, module.training) for module in self.modules()]
+        self.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
     def prepare(self, features: Tensor, target: Tensor | None = None, criterion: Criterion | None = None) -> Tensor:
-        """Check features and target, and apply dropout."""
+        """Check features and target, standardise the features if asked to, and apply dropout.
+
+        In this order: dropout changes variances in training alone, and running statistics must hold in evaluation too.
+        """
         self.check_features(features)
         if target is not None:
             self.check_target(target, criterion)
+        if self.batch_norm is not None:
+            features = standardized(self.batch_norm, features)
         return nn.functional.dropout(features, self.dropout, self.training)
 
     def check_features(self, features: Tensor) -> None:
@@ -119,7 +150,8 @@ class Head(nn.Module):
 
     def extra_repr(self) -> str:
         dropout = f", dropout={self.dropout}" if self.dropout else ""
-        return f"in_features={self.in_features}, num_classes={self.num_classes}{dropout}"
+        standardize = "" if self.batch_norm is None else ", standardize=True"
+        return f"in_features={self.in_features}, num_classes={self.num_classes}{dropout}{standardize}"
 
 
 def positive_integer(name: str, value: int) -> int:

@@ -26,10 +26,11 @@ class CosineHead(Head):
         scale: float = 25.0,
         learnable_scale: bool = False,
         dropout: float = 0.0,
+        standardize: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, num_classes, dropout)
+        super().__init__(in_features, num_classes, dropout, standardize, device, dtype)
         if not scale > 0:
             raise ValueError(f"scale must be positive, got {scale!r}")
         start = torch.full((), float(scale), device=device, dtype=dtype)
@@ -39,6 +40,7 @@ class CosineHead(Head):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        super().reset_parameters()
         init_like_linear(self.weight)
         if isinstance(self.scale, nn.Parameter):
             nn.init.constant_(self.scale, self._initial_scale)

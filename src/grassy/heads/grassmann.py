@@ -1,14 +1,17 @@
 """One subspace a class: the Grassmann class representation (paper, Section 4.1)."""
 
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from grassy import geometry, ops
-from grassy.heads.base import Head, positive_integer
+from grassy.heads.base import Criterion, Head, positive_integer
+from grassy.heads.gamma import recommended_gamma
 
 REPAIR_ABOVE = 1e-5
 REFUSE_ABOVE = 0.1
@@ -22,10 +25,13 @@ class GrassmannHead(Head):
 
     k: dimension of the subspaces, one for all or one for each class. Classes of a smaller dimension than the largest
         have zero rows, which stay zero.
-    gamma: the length that features are scaled to, 25 in the paper for 1,000 classes.
+    gamma: the length that features are scaled to, 25 in the paper for 1,000 classes. "auto" is `recommended_gamma`.
     learnable_gamma: make gamma a parameter, starting from the given value.
     normalize: False keeps the length of the features and multiplies by gamma (an ablation of the paper's).
     riemannian: False makes the weight an ordinary parameter, which loses its orthonormality (another ablation).
+    fuse_loss: compute the cross-entropy of `classification_loss` in the head, without ever having the logits and the
+        B x C x K coordinates. For very many classes, where these take more memory than the weight. It changes nothing
+        for other criteria and for logits.
     """
 
     subspace_names: tuple[str, ...] = ("weight",)
@@ -37,29 +43,34 @@ class GrassmannHead(Head):
         in_features: int,
         num_classes: int,
         k: int | Sequence[int] = 8,
-        gamma: float = 25.0,
+        gamma: float | str = 25.0,
         normalize: bool = True,
         learnable_gamma: bool = False,
         riemannian: bool = True,
         dropout: float = 0.0,
+        standardize: bool = False,
+        fuse_loss: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, num_classes, dropout)
+        super().__init__(in_features, num_classes, dropout, standardize, device, dtype)
         each: Any = k if _is_sequence(k) else [k] * num_classes
         dims = [positive_integer("k", dim) for dim in each]
         if len(dims) != num_classes:
             raise ValueError(f"k must be one int or one for each of the {num_classes} classes, got {len(dims)} of them")
         if max(dims) > in_features:
             raise ValueError(f"k must lie between 1 and in_features = {in_features}, got {max(dims)}")
-        if not gamma > 0:
-            raise ValueError(f"gamma must be positive, got {gamma!r}")
+        if gamma == "auto":
+            gamma = recommended_gamma(num_classes, dims, in_features)
+        if isinstance(gamma, str) or not gamma > 0:
+            raise ValueError(f"gamma must be positive or 'auto', got {gamma!r}")
         self.normalize = normalize
+        self.fuse_loss = fuse_loss
         if not riemannian:
             self.subspace_names = ()
         start = torch.full((), float(gamma), device=device, dtype=dtype)
         self.gamma = nn.Parameter(start) if learnable_gamma else gamma
-        self._initial_gamma = gamma
+        self.initial_gamma = gamma
         self._initial_dims = dims
         self.weight = nn.Parameter(torch.empty(num_classes, max(dims), in_features, device=device, dtype=dtype))
         self.reset_parameters()
@@ -67,11 +78,12 @@ class GrassmannHead(Head):
 
     def reset_parameters(self) -> None:
         """Uniformly random subspaces: the qf factor of a Gaussian matrix."""
+        super().reset_parameters()
         w = self.weight
         rows = torch.arange(w.shape[1], device=w.device)
         present = rows < torch.tensor(self._initial_dims, device=w.device).unsqueeze(-1)
         if isinstance(self.gamma, nn.Parameter):
-            nn.init.constant_(self.gamma, self._initial_gamma)
+            nn.init.constant_(self.gamma, self.initial_gamma)
         with torch.no_grad():
             w.copy_(geometry.random_subspace(*w.shape, dtype=w.dtype, device=w.device) * present.unsqueeze(-1))
 
@@ -83,25 +95,58 @@ class GrassmannHead(Head):
     def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
         return ops.subspace_logits(features, self.weight, self.gamma, normalize=self.normalize)
 
+    def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
+        """The criterion on the logits; if it is cross-entropy and `fuse_loss` is set, without the logits."""
+        options = _cross_entropy_options(criterion, target) if self.fuse_loss and features.ndim == 2 else None
+        if options is None:
+            return super().loss(features, target, criterion)
+        features = self.prepare(features, target, criterion)
+        return ops.subspace_cross_entropy(
+            features, self.weight, target, self.gamma, normalize=self.normalize, **options
+        )
+
+    def has_own_loss(self) -> bool:
+        return self.fuse_loss or type(self).loss is not GrassmannHead.loss
+
     def outlier_score(self, features: Tensor) -> Tensor:
         """The part of a feature's energy that no class subspace holds, (...) in [0, 1]: 1 − max_c ‖W_c x‖²/‖x‖².
 
         0 means that the feature lies in the subspace of a class; a zero feature has 1.
         """
-        with torch.no_grad():
-            self.check_features(features)
-            inside = ops.subspace_logits(features, self.weight, 1.0)
+        with torch.no_grad(), self.evaluating():
+            inside = ops.subspace_logits(self.prepare(features), self.weight, 1.0)
         return (1 - inside.amax(-1).square()).clamp(0, 1)
 
     def extra_repr(self) -> str:
         dims = self._initial_dims if self.weight.is_meta else self.dims.tolist()
         k = dims[0] if len(set(dims)) == 1 else f"{min(dims)}..{max(dims)}"
         gamma = "learnable" if isinstance(self.gamma, nn.Parameter) else self.gamma
-        return f"{super().extra_repr()}, k={k}, gamma={gamma}, normalize={self.normalize}"
+        fused = ", fuse_loss=True" if self.fuse_loss else ""
+        return f"{super().extra_repr()}, k={k}, gamma={gamma}, normalize={self.normalize}{fused}"
 
 
 def _is_sequence(k: Any) -> bool:
     return hasattr(k, "__len__") and not isinstance(k, str)
+
+
+def _cross_entropy_options(criterion: Criterion, target: Tensor) -> dict[str, Any] | None:
+    """The options of `ops.subspace_cross_entropy` that make it this criterion, or None if there are none."""
+    options: dict[str, Any] | None = None
+    names = ("label_smoothing", "ignore_index", "reduction")
+    if criterion is F.cross_entropy:
+        options = {}
+    elif isinstance(criterion, functools.partial) and criterion.func is F.cross_entropy:
+        options = None if criterion.args else dict(criterion.keywords)
+    elif type(criterion) is nn.CrossEntropyLoss and criterion.weight is None:
+        options = {name: getattr(criterion, name) for name in names}
+    elif type(criterion).__module__.startswith("timm.loss"):
+        if type(criterion).__name__ == "LabelSmoothingCrossEntropy" and not target.is_floating_point():
+            options = {"label_smoothing": criterion.smoothing}  # type: ignore[attr-defined]
+        elif type(criterion).__name__ == "SoftTargetCrossEntropy" and target.is_floating_point():
+            options = {}
+    if options is None or not options.keys() <= set(names) or options.get("reduction") == "none":
+        return None
+    return options
 
 
 def _return_to_manifold(head: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -15,15 +15,17 @@ class LinearHead(Head):
         num_classes: int,
         bias: bool = True,
         dropout: float = 0.0,
+        standardize: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, num_classes, dropout)
+        super().__init__(in_features, num_classes, dropout, standardize, device, dtype)
         self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        super().reset_parameters()
         init_like_linear(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)

@@ -28,10 +28,11 @@ class SoftTripleHead(Head):
         tau: float = 0.2,
         margin: float = 0.01,
         dropout: float = 0.0,
+        standardize: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, num_classes, dropout)
+        super().__init__(in_features, num_classes, dropout, standardize, device, dtype)
         centers = positive_integer("centers", centers)
         for name, value in (("scale", scale), ("gamma", gamma)):
             if not value > 0:
@@ -41,6 +42,7 @@ class SoftTripleHead(Head):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        super().reset_parameters()
         init_like_linear(self.weight)
 
     def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:

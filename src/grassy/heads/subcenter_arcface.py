@@ -22,11 +22,12 @@ class SubcenterArcFaceHead(ArcFaceHead):
         scale: float = 64.0,
         margin: float = 0.5,
         dropout: float = 0.0,
+        standardize: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         centers = positive_integer("centers", centers)
-        super().__init__(in_features, num_classes, scale, margin, dropout, device, dtype)
+        super().__init__(in_features, num_classes, scale, margin, dropout, standardize, device, dtype)
         self.weight = nn.Parameter(torch.empty(num_classes, centers, in_features, device=device, dtype=dtype))
         self.reset_parameters()
 

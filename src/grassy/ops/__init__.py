@@ -8,21 +8,28 @@ import importlib
 import importlib.util
 import os
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grassy import geometry
+from grassy.ops import cross_entropy as fused_loss
+from grassy.ops import logits as fused_logits
 from grassy.ops import native
 from grassy.ops.reference import autocasts, unit
 from grassy.ops.reference import subspace_logits as reference_logits
 
 RETRACTIONS = ("geodesic", "qf")
 TRANSPORTS = ("projection", "parallel")
+DIRECTIONS = ("gradient", "spectral")
 
 #: In which file each implementation is; loaded when it is first used.
-_IMPLEMENTATIONS = {"reference": "reference", "native": "native", "triton": "triton_step"}
+_IMPLEMENTATIONS = {"reference": "reference", "native": "native", "triton": "triton_step", "cuda": "cuda_step"}
+#: Up to this K the kernel in Triton comes before the one in CUDA C++.
+SMALL_K = 4
+#: Found out once: torch.compile cannot look for modules.
+_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class StepCounts(NamedTuple):
@@ -36,18 +43,49 @@ class StepCounts(NamedTuple):
 
 
 def choose(impl: str, weight: Tensor) -> str:
-    """The name of the implementation of the step that `impl` stands for, for such a weight."""
+    """The name of the implementation of the step that `impl` stands for, for such a weight; `explain` says why."""
     if impl == "auto":
-        if weight.device.type == "cuda" and _triton_is_here() and _load("triton").fits(weight):
-            return "triton"
-        return "native" if native.worth_it(weight) else "reference"
+        return next(name for name, reason in explain(weight).items() if reason is None)
     if impl not in _IMPLEMENTATIONS:
         raise ValueError(f"impl must be 'auto' or one of {sorted(_IMPLEMENTATIONS)}, got {impl!r}")
-    if impl == "triton" and not _triton_is_here():
-        raise RuntimeError("impl='triton' cannot be used here: triton is not installed (it comes with torch for GPUs)")
-    if impl == "triton" and weight.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError("impl='triton' needs a GPU, or TRITON_INTERPRET=1 in the environment from the start")
+    if reason := _impossible(impl, weight):
+        raise RuntimeError(f"impl={impl!r} cannot be used here: {reason}")
     return impl
+
+
+def explain(weight: Tensor) -> dict[str, str | None]:
+    """The implementations of the step in the order of preference for such a weight, each with why it is not taken.
+
+    The first without a reason is the one that `impl="auto"` takes.
+    """
+    if weight.device.type == "cuda":
+        # Small classes fit into the registers of a few warps, where Triton's plain code is as fast and starts earlier.
+        order = ["triton", "cuda"] if weight.shape[-2] <= SMALL_K else ["cuda", "triton"]
+    else:
+        order = ["native"]
+    return {name: _impossible(name, weight) or _unfit(name, weight) for name in [*order, "reference"]}
+
+
+def _impossible(impl: str, weight: Tensor) -> str | None:
+    """Why an implementation cannot run at all."""
+    if impl == "cuda":
+        return _load("cuda").unavailable(weight)
+    if impl == "triton" and not _triton_is_here():
+        return "triton is not installed (it comes with torch for GPUs)"
+    if impl == "triton" and weight.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "it needs a GPU, or TRITON_INTERPRET=1 in the environment from the start"
+    return None
+
+
+def _unfit(impl: str, weight: Tensor) -> str | None:
+    """Why an implementation that could run would only hand such a weight to the reference, or be no faster."""
+    if impl == "triton" and not _load("triton").fits(weight):
+        return "it takes contiguous float32 weights whose classes fit into registers"
+    if impl == "native" and not native.worth_it(weight):
+        return (
+            native.unavailable() if native.large_enough(weight) else "it pays for float32 weights of a million numbers"
+        )
+    return None
 
 
 def _load(name: str) -> ModuleType:
@@ -59,12 +97,14 @@ def _triton_is_here() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def check_step_options(retraction: str, transport: str) -> None:
+def check_step_options(retraction: str, transport: str, direction: str = "gradient") -> None:
     """Raise a ValueError that lists what is allowed."""
     if retraction not in RETRACTIONS:
         raise ValueError(f"retraction must be one of {RETRACTIONS}, got {retraction!r}")
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}")
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
     if retraction == "qf" and transport == "parallel":
         raise ValueError("transport='parallel' follows a geodesic; with retraction='qf' use transport='projection'")
 
@@ -75,10 +115,47 @@ def subspace_logits(
     """Length of the projection of each feature (..., N) onto each subspace of weight (C, K, N): logits (..., C).
 
     Features are first scaled to length gamma; with ``normalize=False`` they are multiplied by gamma as they are.
+
+    On a GPU by kernels, which keep the coordinates of all classes in half precision under autocast, and which have no
+    second derivative. float16, float64 and a gamma that is a tensor are left to plain torch.
     """
-    if impl != "auto":  # there is one implementation so far, under all names
-        choose(impl, weight)
+    if _by_kernels(impl, weight) and fused_logits.fits(x, weight, gamma):
+        return fused_logits.subspace_logits(x, weight, float(gamma), normalize)
     return reference_logits(x, weight, gamma, normalize)
+
+
+def subspace_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    gamma: float | Tensor = 25.0,
+    label_smoothing: float = 0.0,
+    *,
+    normalize: bool = True,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    impl: str = "auto",
+) -> Tensor:
+    """Softmax cross-entropy of `subspace_logits(x, weight, gamma)` without ever having them: for very many classes.
+
+    target: class indices (...) of features (..., N), or probabilities (..., C). The other options are those of
+    `torch.nn.functional.cross_entropy`. A label that is no class makes the loss NaN.
+
+    The coordinates W_c x̂, of size B x C x K, are kept for the backward if they are few; otherwise they are computed
+    again there, for a chunk of classes at a time. There is no second derivative. float16, float64, a gamma that is a
+    tensor and a target that wants a gradient are left to plain torch, which keeps them all.
+    """
+    kernels = _by_kernels(impl, weight)
+    return fused_loss.subspace_cross_entropy(
+        x, weight, target, gamma, label_smoothing, normalize, reduction, ignore_index, kernels
+    )
+
+
+def _by_kernels(impl: str, weight: Tensor) -> bool:
+    """Whether `impl` stands for the kernels of the head, for such a weight."""
+    if impl == "auto":  # an export must not depend on an operator that others do not know
+        return weight.device.type == "cuda" and _TRITON and not torch.compiler.is_exporting()
+    return choose(impl, weight) == "triton"
 
 
 @torch.no_grad()
@@ -93,15 +170,20 @@ def geodesic_step(
     transport: str = "projection",
     max_angle: float | None = None,
     maximize: bool = False,
+    direction: str = "gradient",
+    skip: Tensor | None = None,
     impl: str = "auto",
 ) -> StepCounts:
     """One Riemannian descent step (paper, Algorithm 1) of all classes of weight (C, K, N), in place.
 
     grad is the Euclidean gradient; momentum_buffer, the tangent momentum, is updated in place, or None for none.
     Classes whose gradient holds a NaN or an Inf keep weight and momentum. No class turns by more than `max_angle`
-    radians if that is given.
+    radians if that is given. With direction="spectral" (see `grassy.ops.spectral`) all principal directions of a class
+    turn by the same angle, `lr` radians; only the reference knows how. If `skip`, a tensor of one number such as a
+    GradScaler's `found_inf`, is not 0, nothing is changed. On a GPU it is read there, as are lr and momentum if they
+    are tensors, so that a step can be part of a CUDA graph.
     """
-    check_step_options(retraction, transport)
+    check_step_options(retraction, transport, direction)
     if weight.dtype not in (torch.float32, torch.float64):
         raise TypeError(
             f"subspaces are updated in float32 or float64, got {weight.dtype}: keep the weight in float32 and train "
@@ -111,8 +193,18 @@ def geodesic_step(
         raise ValueError(
             f"need weight and gradient of one shape (C, K, N), got {tuple(weight.shape)} and {tuple(grad.shape)}"
         )
+    rare: dict[str, Any] = {"direction": direction} if direction == "spectral" else {}
+    if skip is not None:
+        if skip.device.type == "cpu" and bool(skip != 0):
+            zero = torch.zeros((), dtype=torch.int64, device=weight.device)
+            return StepCounts(zero, zero.clone())
+        if skip.device.type != "cpu":
+            rare["skip"] = skip
+    spectral = direction == "spectral"
+    if spectral and impl not in ("auto", "reference"):
+        raise ValueError(f"direction='spectral' needs impl 'auto' or 'reference', which alone knows it, got {impl!r}")
     with geometry.without_autocast(weight):
-        counts = _load(choose(impl, weight)).geodesic_step(
+        counts = _load("reference" if spectral else choose(impl, weight)).geodesic_step(
             weight,
             grad,
             momentum_buffer,
@@ -122,18 +214,22 @@ def geodesic_step(
             transport=transport,
             max_angle=max_angle,
             maximize=maximize,
+            **rare,
         )
     return StepCounts(*counts)
 
 
 __all__ = [
+    "DIRECTIONS",
     "RETRACTIONS",
     "TRANSPORTS",
     "StepCounts",
     "autocasts",
     "check_step_options",
     "choose",
+    "explain",
     "geodesic_step",
+    "subspace_cross_entropy",
     "subspace_logits",
     "unit",
 ]

@@ -21,7 +21,7 @@ from torch import Tensor
 from grassy.ops import reference
 from grassy.ops.reference import subspace_logits
 
-__all__ = ["geodesic_step", "subspace_logits", "unavailable", "worth_it"]
+__all__ = ["geodesic_step", "large_enough", "subspace_logits", "unavailable", "worth_it"]
 
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno")
@@ -31,12 +31,13 @@ WORTH_COMPILING_FOR = 2**20
 
 def worth_it(weight: Tensor) -> bool:
     """Whether `impl="auto"` should use this for such a weight."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and weight.numel() >= WORTH_COMPILING_FOR
-        and unavailable() is None
-    )
+    return large_enough(weight) and unavailable() is None
+
+
+def large_enough(weight: Tensor) -> bool:
+    """Whether the step of such a weight takes long enough to compile for."""
+    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return on_cpu and weight.numel() >= WORTH_COMPILING_FOR
 
 
 def unavailable() -> str | None:

@@ -19,6 +19,8 @@ __all__ = ["fits", "geodesic_step"]
 
 #: Two such blocks, the weight and the tangent vector, in the registers of at most eight warps.
 MAX_ELEMENTS = 8192
+#: So that a lane holds half a hundred numbers of each block.
+ELEMENTS_OF_A_WARP = 2048
 #: The loops over rows are unrolled: with 16 of them the kernel takes minutes to compile.
 MAX_ROWS = 8
 
@@ -41,6 +43,7 @@ def geodesic_step(
     transport: str,
     max_angle: float | None,
     maximize: bool,
+    skip: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`reference.geodesic_step` in one launch."""
     if retraction == "qf" or not fits(weight) or (momentum_buffer is not None and not momentum_buffer.is_contiguous()):
@@ -54,6 +57,7 @@ def geodesic_step(
             transport=transport,
             max_angle=max_angle,
             maximize=maximize,
+            skip=skip,
         )
     classes, k, n = weight.shape
     counts = torch.zeros(2, dtype=torch.int64, device=weight.device)
@@ -65,6 +69,7 @@ def geodesic_step(
         counts,
         lr,
         momentum,
+        weight if skip is None else skip,
         float("inf") if max_angle is None else max_angle,
         k,
         n,
@@ -73,11 +78,12 @@ def geodesic_step(
         HAS_MOMENTUM=momentum_buffer is not None,
         LR_ON_DEVICE=isinstance(lr, Tensor),
         MOMENTUM_ON_DEVICE=isinstance(momentum, Tensor),
+        CAN_SKIP=skip is not None,
         CAPPED=max_angle is not None,
         PARALLEL=transport == "parallel",
         MAXIMIZE=maximize,
         LARGEST=float(2**MAX_DOUBLINGS),
-        num_warps=max(1, min(8, rows * columns // 1024)),
+        num_warps=max(1, min(8, rows * columns // ELEMENTS_OF_A_WARP)),
     )
     return counts[0], counts[1]
 
@@ -90,6 +96,7 @@ def _step(
     counts_pointer,
     lr,
     momentum,
+    skip,
     max_angle,
     k,
     n,
@@ -98,11 +105,15 @@ def _step(
     HAS_MOMENTUM: tl.constexpr,
     LR_ON_DEVICE: tl.constexpr,
     MOMENTUM_ON_DEVICE: tl.constexpr,
+    CAN_SKIP: tl.constexpr,
     CAPPED: tl.constexpr,
     PARALLEL: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
+    if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
+        if tl.load(skip) != 0:
+            return
     rate = tl.load(lr).to(tl.float32) if LR_ON_DEVICE else lr
     mu = tl.load(momentum).to(tl.float32) if MOMENTUM_ON_DEVICE else momentum
     row = tl.arange(0, K)

@@ -25,6 +25,8 @@ class RiemannianSGD(Optimizer):
     transport: how the momentum follows the subspace: "projection" as in the paper, or "parallel", exactly.
     max_angle: an upper limit on the turn of a class in one step, in radians.
     maximize: ascend instead.
+    direction: "gradient" as in the paper; with "spectral" every principal direction of a class turns by the same angle,
+        whatever the size of its gradient, and `lr` is that angle, in radians: 0.01 to 0.05, say.
 
     Weight decay would mean nothing, since a subspace has no scale. Classes whose gradient is not finite are left as
     they are and counted in `skipped_classes`.
@@ -39,6 +41,7 @@ class RiemannianSGD(Optimizer):
         transport: str = "projection",
         max_angle: float | None = None,
         maximize: bool = False,
+        direction: str = "gradient",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -47,6 +50,7 @@ class RiemannianSGD(Optimizer):
             "transport": transport,
             "max_angle": max_angle,
             "maximize": maximize,
+            "direction": direction,
         }
         super().__init__(params, defaults)
 
@@ -89,6 +93,7 @@ class RiemannianSGD(Optimizer):
                     transport=group["transport"],
                     max_angle=group["max_angle"],
                     maximize=group["maximize"],
+                    direction=group["direction"],
                 )
                 state["skipped_classes"] += counts.skipped
                 state["capped_classes"] += counts.capped
@@ -97,6 +102,7 @@ class RiemannianSGD(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
+            group.setdefault("direction", "gradient")  # of a state saved before there was a choice
             for p in group["params"]:
                 for count in COUNTS:
                     if count in self.state.get(p, {}):  # load_state_dict casts tensors to the parameter's dtype
@@ -124,7 +130,7 @@ def _check_options(group: dict[str, Any]) -> None:
         raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']!r}")
     if group["max_angle"] is not None and not group["max_angle"] > 0:
         raise ValueError(f"max_angle must be None or positive, in radians, got {group['max_angle']!r}")
-    ops.check_step_options(group["retraction"], group["transport"])
+    ops.check_step_options(group["retraction"], group["transport"], group["direction"])
 
 
 def _check_subspaces(p: Tensor) -> None:

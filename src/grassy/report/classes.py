@@ -129,8 +129,9 @@ def _with_features(
 ) -> tuple[dict[str, float | None], dict[str, list[Any]]]:
     """Scalars and lists, one entry a class, that need labelled features."""
     bases = weight if weight.ndim == 3 else weight[:, None]
-    spectra = class_spectra(features, labels, bases.to(features.device)).cpu()
-    ranks = class_effective_ranks(features, labels, bases.to(features.device)).cpu() if weight.ndim == 3 else None
+    seen = _as_seen_by(head, features)
+    spectra = class_spectra(seen, labels, bases.to(features.device)).cpu()
+    ranks = class_effective_ranks(seen, labels, bases.to(features.device)).cpu() if weight.ndim == 3 else None
     classes = len(weight)
     confusion = torch.zeros(classes, classes, dtype=torch.long)
     among_five = 0
@@ -149,7 +150,7 @@ def _with_features(
         "mean_effective_rank": None if ranks is None else float(ranks.nanmean()),
     }
     if len(labels.unique()) > 1:
-        collapse = neural_collapse(features, labels, weight.to(features.device))
+        collapse = neural_collapse(seen, labels, weight.to(features.device))
         names = ("nc1", "nc2_norms", "nc2_angles", "nc2_simplex", "nc3")
         scalars |= {"class_separation": class_separation(features, labels), **dict(zip(names, collapse, strict=True))}
     return scalars, {
@@ -159,6 +160,14 @@ def _with_features(
         "spectrum": [[_rounded(value) for value in row] for row in spectra.tolist()],
         "confusions": _confusions(confusion),
     }
+
+
+def _as_seen_by(head: nn.Module, features: Tensor) -> Tensor:
+    """Features as the head compares them with its classes: standardised, if it does that."""
+    if not isinstance(head, Head):
+        return features
+    with head.evaluating():
+        return head.prepare(features)
 
 
 def _logits(head: nn.Module, features: Tensor) -> Iterator[tuple[int, Tensor]]:

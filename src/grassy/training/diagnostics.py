@@ -1,6 +1,7 @@
 """What is worth watching while subspaces are trained: how orthonormal they are, how far they turn, what they cost."""
 
 import copy
+import math
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from grassy import geometry
 from grassy.loss import classification_loss
+from grassy.ops.spectral import SOFTENING
 from grassy.optim import make_optimizer
 from grassy.optim.joint import JointOptimizer
 from grassy.subspaces import named_subspaces
@@ -34,7 +36,10 @@ def after_an_update(model: nn.Module, optimizer: JointOptimizer) -> dict[str, fl
 
 @torch.no_grad()
 def largest_turn(optimizer: JointOptimizer) -> float:
-    """The largest angle, in degrees, by which the last step turned a direction of a class: lr · σ_max(H)."""
+    """The largest angle, in degrees, by which the last step turned a direction of a class: lr · σ_max(H).
+
+    It is never more than `max_angle`. With the spectral direction it is just below lr, if any class moves.
+    """
     turns = [0.0]
     for group in optimizer.riemannian.param_groups if optimizer.riemannian else ():
         for p in group["params"]:
@@ -44,11 +49,15 @@ def largest_turn(optimizer: JointOptimizer) -> float:
             if tangent is not None:
                 with geometry.without_autocast(tangent):
                     speed = torch.linalg.eigvalsh(tangent @ tangent.mT)[..., -1].amax().clamp_min(0).sqrt()
-                turns.append(float(group["lr"] * speed))
+                if group["direction"] == "spectral":
+                    speed = (speed > 0) / (1 + SOFTENING) ** 0.5
+                turns.append(min(float(group["lr"] * speed), group["max_angle"] or math.inf))
     return float(torch.tensor(max(turns)).rad2deg())
 
 
-def head_seconds(model: nn.Module, batch: int, amp_dtype: torch.dtype | None, rounds: int = 10) -> float:
+def head_seconds(
+    model: nn.Module, batch: int, amp_dtype: torch.dtype | None, direction: str = "gradient", rounds: int = 10
+) -> float:
     """How long the forward and backward pass of the model's heads and their step take for a batch of random features.
 
     Measured on copies. On a GPU the work is replayed as a graph, so that the time is the device's, not the host's.
@@ -57,7 +66,7 @@ def head_seconds(model: nn.Module, batch: int, amp_dtype: torch.dtype | None, ro
     for original in heads_of(model):
         head = copy.deepcopy(original).train()
         device = next(head.parameters()).device
-        optimizer = make_optimizer(head, "sgd", lr=1e-4, momentum=0.9, fused=device.type == "cuda")
+        optimizer = make_optimizer(head, "sgd", lr=1e-4, direction=direction, momentum=0.9, fused=device.type == "cuda")
         features = torch.randn(batch, head.in_features, device=device, requires_grad=True)
         target = torch.randint(head.num_classes, (batch,), device=device)
 

@@ -19,7 +19,8 @@ from grassy.training.checkpoint import write_atomically
 from grassy.training.recipe import Recipe
 
 ARGS, ENVIRONMENT, SUMMARY, CURVES = "args.yaml", "environment.json", "summary.csv", "tensorboard"
-COLUMNS = ("epoch", "train_loss", "eval_loss", "eval_top1", "eval_top5", "lr", "head_lr", "seconds")
+COLUMNS: tuple[str, ...] = ("epoch", "train_loss", "eval_loss", "eval_top1", "eval_top5", "lr", "head_lr", "seconds")
+COLUMNS += ("eval_effective_rank",)  # of subspaces
 
 
 def save_settings(folder: Path, recipe: Recipe, data_dir: Path | None, world_size: int, device: torch.device) -> None:

@@ -229,7 +229,7 @@ class Run(Parts):
         weights = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         place = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         many = f", {self.process.world_size} processes" if self.process.world_size > 1 else ""
-        head = " ".join(f"{key}={value}" if key != "name" else str(value) for key, value in self.recipe.head.items())
+        head = " ".join(f"{key}={value}" if key != "name" else str(value) for key, value in self.head.items())
         self.progress.say(
             f"{self.recipe.model} with head {head}, {weights / 1e6:.1f} M weights to train, {self.data.num_classes} "
             f"classes, {self.updates} updates of {self.data.batch_size} images an epoch, on {place}{many}, into "
@@ -253,6 +253,7 @@ class Run(Parts):
             "lr": rates.get("euclidean"),
             "head_lr": rates.get(GRASSMANN),
             "seconds": self.state.seconds,
+            "eval_effective_rank": None if metrics is None else metrics.effective_rank,
         }
 
     def _draw(self, row: dict[str, Any]) -> None:
@@ -262,7 +263,7 @@ class Run(Parts):
         if len(self.state.rows) == min(2, self.recipe.epochs):  # the first epoch may have spent its time compiling
             size = self.data.batch_size // self.process.world_size
             with contextlib.suppress(torch.OutOfMemoryError):  # of a head that fits only once
-                seconds = diagnostics.head_seconds(self.model, size, self.amp_dtype)
+                seconds = diagnostics.head_seconds(self.model, size, self.amp_dtype, self.recipe.direction)
                 scalars["time/head_share"] = seconds / (row["seconds"] / self.updates)
         self.curves.add(scalars, self.done)
 

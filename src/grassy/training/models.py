@@ -100,8 +100,10 @@ def start_from(model: nn.Module, path: Path) -> None:
             f"{path} does not fit the model: {len(missing)} of {len(own)} tensors are missing or of another shape, "
             f"{missing[0]!r} first"
         )
-    # Of a head all or nothing: a bias alone would be worse than a fresh start.
-    if in_head - fits.keys():
+    # Of a head all or nothing: a bias alone would be worse than a fresh start, and so would subspaces without the
+    # statistics that their features were standardised by.
+    unknown = {key for key in weights.keys() - own.keys() if any(key.startswith(f"{prefix}.") for prefix in prefixes)}
+    if unknown or in_head - fits.keys():
         fits = {key: value for key, value in fits.items() if key not in in_head}
     model.load_state_dict(fits, strict=False)
 

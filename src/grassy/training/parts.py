@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 import grassy
+from grassy.heads import GrassmannHead
 from grassy.optim import AveragedModel
 from grassy.training import build, checkpoint, distributed
 from grassy.training.checkpoint import Description
 from grassy.training.data import open_data
 from grassy.training.distributed import Process
 from grassy.training.folder import RunFolder, check_same_run
-from grassy.training.models import build_model
+from grassy.training.models import build_model, heads_of
 from grassy.training.prepare import Preparation
 from grassy.training.recipe import Recipe
 from grassy.training.resident import ResidentLoader
@@ -100,6 +101,13 @@ class Parts:
         """Updates so far, in all epochs."""
         return self.state.epoch * self.updates + self.state.update
 
+    @property
+    def head(self) -> dict[str, Any]:
+        """Name and options of the head, with the number that gamma="auto" came to."""
+        options = self.recipe.head
+        found = [head.initial_gamma for head in heads_of(self.model) if isinstance(head, GrassmannHead)]
+        return {**options, "gamma": found[0]} if options.get("gamma") == "auto" else options
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "grassy": grassy.__version__,
@@ -138,7 +146,7 @@ class Parts:
         return Description(
             model=recipe.model,
             num_classes=self.data.num_classes,
-            head=recipe.head,
+            head=self.head,
             model_kwargs=recipe.model_kwargs,
             class_names=self.data.class_names,
             img_size=recipe.test_size or recipe.img_size,

@@ -81,11 +81,12 @@ class Recipe:
     weight_decay: float = 1e-4
     decay_all: bool = False  # biases and norms too
     layer_decay: float | None = None
-    head_lr: float | None = None  # of the subspaces; None: lr beside SGD, else 0.1
+    head_lr: float | None = None  # of the subspaces; None: lr beside SGD, else 0.1; 0.02 if spectral
     head_momentum: float = 0.9
     retraction: str = "geodesic"
     transport: str = "projection"
     max_angle: float | None = None
+    direction: str = "gradient"  # "spectral": head_lr is the angle, in radians, that subspaces turn by
     clip_grad: float | None = None
     epochs: int = 100
     batch_size: int = 256  # of all processes and accumulation steps together

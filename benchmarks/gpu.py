@@ -1,0 +1,83 @@
+"""How the GPU benchmarks measure: the work in a CUDA graph, caches emptied before each launch, contestants in turns."""
+
+import json
+import platform
+import statistics
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import grassy
+
+
+def need_gpu(device: str = "cuda") -> None:
+    """End the script with one sentence if it is to run on a GPU and there is none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("This benchmark needs a CUDA GPU, and torch finds none here.")
+
+
+def machine(device: str = "cuda") -> dict[str, Any]:
+    """What a results file begins with."""
+    versions = {"grassy": grassy.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    try:
+        import triton
+
+        versions["triton"] = triton.__version__
+    except ImportError:
+        pass
+    where: dict[str, Any] = {"gpu": None, "threads": torch.get_num_threads()}
+    if device == "cuda":
+        where = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    return {"date": date.today().isoformat(), **where, **versions}
+
+
+def save(result: dict[str, Any], output: Path) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def captured(work: Callable[[], Any]) -> Callable[[], None]:
+    """The work as a CUDA graph: one launch, whatever the host costs."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def medians(contestants: dict[str, Callable[[], Any]], rounds: int = 30) -> dict[str, float]:
+    """Milliseconds of each, taking turns.
+
+    Before each run a gigabyte is written: that empties the L2 cache, and gives the host time to be ahead, so that
+    nothing but the work lies between the two events.
+    """
+    flush = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in contestants}
+    for _ in range(rounds + 2):
+        for name, run in contestants.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            start.record()
+            run()
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {
+        name: statistics.median(start.elapsed_time(end) for start, end in pairs[2:]) for name, pairs in events.items()
+    }
+
+
+def copy_bandwidth() -> float:
+    """Bytes a millisecond, read and written, of the fastest way to copy a gigabyte: by the driver, or by a kernel."""
+    source = torch.empty(2**28, device="cuda")
+    target = torch.empty_like(source)
+    ways = {"driver": lambda: target.copy_(source), "kernel": captured(lambda: torch.neg(source, out=target))}
+    return 2 * source.nbytes / min(medians(ways, 20).values())

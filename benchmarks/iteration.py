@@ -1,0 +1,129 @@
+"""What a training iteration costs with subspaces instead of vectors: `python -m benchmarks.iteration`.
+
+Forward, backward and the step of `grassy.make_optimizer` with SGD, of the paper's eight architectures at its batch
+sizes per GPU, 224 pixels and 1,000 classes: with timm's own linear classifier, and with the Grassmann head, k = 8.
+bfloat16 autocast, channels last, random images that are on the GPU already, no torch.compile. Each iteration is a CUDA
+graph, so that the time to launch kernels does not count, and the two heads take turns.
+
+    python -m benchmarks.iteration --models resnet50:256 resnet50:32
+    python -m benchmarks.iteration --device cpu --models resnet18:2 --image-size 32 --rounds 1      no graphs
+"""
+
+import argparse
+import copy
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import grassy
+from benchmarks import gpu, step_cpu
+from benchmarks.gpu import captured, machine, need_gpu, save
+from grassy.training.models import import_timm
+from grassy.training.update import learning_rates_on_device
+
+CLASSES, K, LR = 1000, 8, 0.01
+#: The paper's architectures by timm's names, with the paper's batch sizes divided by its eight GPUs; a ResNet50 more.
+MODELS = (
+    "resnet50:256",
+    "resnet50:32",
+    "resnet50d:32",
+    "resnet101d:32",
+    "resnet152d:32",
+    "resnext50_32x4d:32",
+    "vgg13_bn:32",
+    "swin_tiny_patch4_window7_224:128",
+    "deit3_small_patch16_224:256",
+)
+
+
+def iteration(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]:
+    """One update of the weights, as a function."""
+    device = images.device
+    on_gpu = device.type == "cuda"
+    optimizer = grassy.make_optimizer(
+        model, "sgd", LR, weight_decay=1e-4, decay_all=True, momentum=0.9, fused=True if on_gpu else None
+    )
+    if on_gpu:
+        learning_rates_on_device(optimizer, device)
+
+    def update() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = grassy.classification_loss(model, images, labels)
+        loss.backward()
+        optimizer.step()
+
+    return update
+
+
+def measure(name: str, batch: int, device: str, image_size: int, rounds: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    linear = import_timm().create_model(name, num_classes=CLASSES).train()
+    linear = linear.to(device, memory_format=torch.channels_last)
+    subspaces = copy.deepcopy(linear)
+    grassy.replace_head(subspaces, "grassmann", k=K)
+    images = torch.randn(batch, 3, image_size, image_size, device=device).to(memory_format=torch.channels_last)
+    labels = torch.randint(0, CLASSES, (batch,), device=device)
+    works: dict[str, Callable[[], Any]]
+    works = {"linear": iteration(linear, images, labels), "grassmann": iteration(subspaces, images, labels)}
+    if device == "cuda":
+        times = gpu.medians({head: captured(work) for head, work in works.items()}, rounds)
+    else:
+        times = step_cpu.medians(works, rounds)
+    overhead = 100 * (times["grassmann"] / times["linear"] - 1)
+    return {"model": name, "batch": batch, "ms": times, "overhead_percent": overhead}
+
+
+def parse(text: str) -> tuple[str, int]:
+    name, _, batch = text.rpartition(":")
+    if not name or not batch.isdigit() or int(batch) < 1:
+        raise argparse.ArgumentTypeError(f"a model is given as NAME:BATCH, such as resnet50:32, got {text!r}")
+    return name, int(batch)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--models", type=parse, nargs="+", default=[parse(text) for text in MODELS], metavar="NAME:BATCH"
+    )
+    parser.add_argument("--image-size", type=int, default=224, help="other sizes are for convolutional networks only")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--output", type=Path, help="default runs/bench/iteration_gpu.json, or iteration_cpu.json")
+    args = parser.parse_args()
+    need_gpu(args.device)
+    output = args.output or Path(f"runs/bench/iteration_{'gpu' if args.device == 'cuda' else 'cpu'}.json")
+    result = {
+        **machine(args.device),
+        "classes": CLASSES,
+        "k": K,
+        "image_size": args.image_size,
+        "rows": [],
+        "failed": {},
+    }
+    for name, batch in args.models:
+        start = time.monotonic()
+        try:
+            row = measure(name, batch, args.device, args.image_size, args.rounds)
+        except RuntimeError as error:  # the others are still worth their time
+            result["failed"][f"{name}:{batch}"] = str(error)
+            print(f"{name}, batch {batch}: failed, {str(error).splitlines()[0]}", flush=True)
+        else:
+            result["rows"].append(row)
+            times, seconds = row["ms"], time.monotonic() - start
+            print(f"{name}, batch {batch}: {times['linear']:.2f} ms with vectors, {times['grassmann']:.2f} ms with "
+                  f"subspaces, {row['overhead_percent']:+.2f} % ({seconds:.0f} s)", flush=True)  # fmt: skip
+        save(result, output)
+        gc.collect()  # graphs and models, before the next ones
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    print(f"Saved {output}")
+
+
+if __name__ == "__main__":
+    main()

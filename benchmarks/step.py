@@ -1,0 +1,84 @@
+"""What one Riemannian step costs on a GPU: `python -m benchmarks.step`.
+
+The floor is the memory traffic that no implementation can avoid: weight, gradient and momentum read once, weight and
+momentum written once, five passes, at the bandwidth of a device copy measured in the same run. The peers are the Gram
+form in eager torch (`impl="reference"`) and Algorithm 1 as the paper has it: a thin SVD by cuSOLVER's `gesvda` in every
+step and a batched QR in every fifth. All by CUDA-graph replay with the L2 cache emptied first, but for the two
+factorisations, which cannot be captured.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import captured, copy_bandwidth, machine, medians
+from grassy import geometry, ops
+
+LR, MOMENTUM = 1e-4, 0.9  # small, so that the subspaces stay where the gradient still points elsewhere
+SHAPES = (
+    *((1000, k, 2048) for k in (1, 2, 4, 8, 16, 32)),
+    (1000, 8, 768),
+    (1000, 8, 384),
+    (21841, 8, 768),
+)
+
+
+def svd_step(s: Tensor, m: Tensor, d: Tensor) -> None:
+    """Steps 1 to 4 of Algorithm 1 in the paper's columns, in place."""
+    m.copy_(MOMENTUM * (m - s @ (s.mT @ m)) + d - s @ (s.mT @ d))
+    u, sigma, vt = torch.linalg.svd(-m, full_matrices=False, driver="gesvda")
+    s.copy_(((s @ vt.mT) * (LR * sigma).cos().unsqueeze(-2) + u * (LR * sigma).sin().unsqueeze(-2)) @ vt)
+
+
+def measure(classes: int, k: int, n: int, bandwidth: float, peers: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    w = geometry.random_subspace(classes, k, n, device="cuda")
+    d, m = 1e-3 * torch.randn_like(w), torch.zeros_like(w)
+    chosen = ops.choose("auto", w)
+    others = [name for name, reason in ops.explain(w).items() if reason is None and name not in (chosen, "reference")]
+    contestants = {
+        name: captured(lambda name=name: ops.geodesic_step(w, d, m, LR, MOMENTUM, impl=name))
+        for name in ["auto", *others]
+    }
+    if peers:
+        contestants["reference"] = captured(lambda: ops.geodesic_step(w, d, m, LR, MOMENTUM, impl="reference"))
+    times = medians(contestants)
+    floor = 5 * w.nbytes / bandwidth
+    row: dict[str, Any] = {"classes": classes, "k": k, "n": n, "implementation": chosen, "floor_ms": floor}
+    row |= {"step_ms": times["auto"], "step_over_floor": times["auto"] / floor, "all_ms": times}
+    if peers:
+        s, ms, ds = (t.mT.contiguous() for t in (w, m, d))
+        slow = medians({"svd": lambda: svd_step(s, ms, ds), "qr": lambda: s.copy_(torch.linalg.qr(s).Q)}, 3)
+        row["algorithm_1_ms"] = slow["svd"] + slow["qr"] / 5
+        row["algorithm_1_over_step"] = row["algorithm_1_ms"] / row["step_ms"]
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-peers", action="store_true", help="only the floor and grassy's own kernels")
+    parser.add_argument("--output", type=Path, default=Path("runs/bench/step_gpu.json"))
+    args = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}: a copy runs at {bandwidth / 1e9:.2f} TB/s")
+    result = {**machine(), "copy_bytes_per_ms": bandwidth, "rows": []}
+    for shape in SHAPES:
+        row = measure(*shape, bandwidth, peers=not args.no_peers and shape[0] <= 1000)
+        result["rows"].append(row)
+        times = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in row["all_ms"].items())
+        peer = (
+            f"; Algorithm 1 takes {row['algorithm_1_over_step']:.0f} times as long" if "algorithm_1_ms" in row else ""
+        )
+        print(f"{' x '.join(map(str, shape)):>16}: floor {1e3 * row['floor_ms']:.1f} us, {row['implementation']} "
+              f"{row['step_over_floor']:.2f} x the floor ({times} us){peer}", flush=True)  # fmt: skip
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"Saved {args.output}")
+
+
+if __name__ == "__main__":
+    main()

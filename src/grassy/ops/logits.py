@@ -1,0 +1,131 @@
+"""The logits of `reference.subspace_logits` by kernels, as an operator of its own that torch.compile keeps whole.
+
+Features, weight and coordinates meet in three large products, in half precision under autocast. The coordinates
+W_c x̂ of all classes, B x C x K numbers, are written once in that precision and never in float32. Shapes: B batch,
+C classes, K subspace dimension, N feature dimension.
+
+Forward: y_c = W_c x̂, l_c = γ‖y_c‖. Backward, with g = ∂L/∂l: w_c = γ g_c y_c/‖y_c‖, ∂L/∂W_c = Σ_b w_bc x̂_bᵀ and
+∂L/∂x = (v − x̂(x̂·v))/‖x‖ with v = Σ_c W_cᵀ w_c. x̂ is cheaper to compute again than to keep.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grassy import geometry
+from grassy.ops.reference import autocasts
+
+#: What kernels compute with; all else is left to plain torch and its autograd.
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def subspace_logits(x: Tensor, weight: Tensor, gamma: float, normalize: bool) -> Tensor:
+    """`reference.subspace_logits` by kernels, for what `fits`. The second derivative is not defined."""
+    rows = x.reshape(-1, x.shape[-1])
+    logits, _ = _forward(rows, weight, product_dtype(x, weight), wants_grad(x, weight), float(gamma), normalize)
+    return logits.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def fits(x: Tensor, weight: Tensor, gamma: float | Tensor) -> bool:
+    """Whether the operators take such tensors: float32 and bfloat16, on one device, and gamma a number.
+
+    A gamma that is a tensor would have to be read back, or to get a gradient.
+    """
+    # A DTensor, say, knows plain torch's operators, but not these.
+    plain = type(x) in (Tensor, nn.Parameter) and type(weight) in (Tensor, nn.Parameter)
+    dtypes = {x.dtype, weight.dtype, product_dtype(x, weight)}
+    shapes = weight.ndim == 3 and x.ndim > 0 and x.shape[-1] == weight.shape[-1] > 0
+    return plain and shapes and x.device == weight.device and dtypes <= set(DTYPES) and not isinstance(gamma, Tensor)
+
+
+def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """The precision that features and weight are multiplied in."""
+    return torch.get_autocast_dtype(x.device.type) if autocasts(x) else weight.dtype
+
+
+def wants_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+@contextmanager
+def as_given(x: Tensor) -> Iterator[None]:
+    """Within an operator: products in the precision of their operands, and kernels on the GPU that x is on."""
+    with geometry.without_autocast(x), torch.cuda.device_of(x):
+        yield
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """A B, written in `dtype`: on a GPU straight from the accumulator, which is float32."""
+    if a.dtype == dtype:
+        return torch.mm(a, b, out=out)
+    if a.is_cuda and dtype == torch.float32:
+        return torch.mm(a, b, out_dtype=dtype, out=out)  # type: ignore[call-overload]
+    result = torch.mm(a, b).to(dtype)
+    return result if out is None else out.copy_(result)
+
+
+@torch.library.custom_op("grassy::subspace_logits", mutates_args=())
+def _forward(
+    x: Tensor, weight: Tensor, dtype: torch.dtype, keep: bool, gamma: float, normalize: bool
+) -> tuple[Tensor, Tensor]:
+    """Logits (B, C) of x (B, N), and the coordinates (B, C·K) if they are to be kept for the backward."""
+    from grassy.ops import triton_head
+
+    with as_given(x):
+        unit = triton_head.unit(x, dtype)[0] if normalize else x.to(dtype)
+        y = torch.mm(unit, weight.flatten(0, 1).to(dtype).T)
+        return triton_head.lengths(y, weight.shape[1], gamma), y if keep else y.new_empty(0)
+
+
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, dtype: torch.dtype, keep: bool, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, (classes, k, _n) = x.shape[0], weight.shape
+    kept = x.new_empty(batch, classes * k, dtype=dtype) if keep else x.new_empty(0, dtype=dtype)
+    return x.new_empty(batch, classes, dtype=torch.float32), kept
+
+
+@torch.library.custom_op("grassy::subspace_logits_backward", mutates_args=())
+def _backward(
+    grad: Tensor, x: Tensor, weight: Tensor, y: Tensor, gamma: float, normalize: bool, for_x: bool, for_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and weight from that of the logits; empty if not wanted."""
+    from grassy.ops import triton_head
+
+    dx, dweight = x.new_empty(0), weight.new_empty(0)
+    with as_given(x):
+        unit, inverse = triton_head.unit(x, y.dtype) if normalize else (x.to(y.dtype), None)
+        g = triton_head.lengths_grad(y.contiguous(), grad, weight.shape[1], gamma)
+        if for_x:
+            v = product(g, weight.flatten(0, 1).to(y.dtype), torch.float32)
+            dx = x.new_empty(x.shape).copy_(v) if inverse is None else triton_head.unit_grad(x, inverse, v)
+        if for_weight:
+            dweight = weight.new_empty(weight.shape)
+            product(g.T, unit, weight.dtype, out=dweight.view(-1, weight.shape[-1]))
+    return dx, dweight
+
+
+@_backward.register_fake
+def fake_gradients(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    for_x, for_weight = rest[-2:]
+    return x.new_empty(x.shape if for_x else 0), weight.new_empty(weight.shape if for_weight else 0)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, _dtype, _keep, *ctx.options = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _y: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 6
+    for_x, for_weight = ctx.needs_input_grad[:2]
+    dx, dweight = _backward(grad, *ctx.saved_tensors, *ctx.options, for_x, for_weight)
+    return dx if for_x else None, dweight if for_weight else None, None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup)

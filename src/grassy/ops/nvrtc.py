@@ -1,0 +1,113 @@
+"""CUDA C++ at run time: compiled by NVRTC, which comes with torch for GPUs, and launched through the driver.
+
+No compiler, no headers and no build step are needed. What has been compiled is kept in the user's cache folder
+($GRASSY_CACHE, or ~/.cache/grassy), so that it takes its seconds once.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Kernel:
+    """One function of a module that is loaded on one device."""
+
+    def __init__(self, binary: bytes, name: str) -> None:
+        self._driver = _driver()
+        torch.zeros((), device="cuda")  # makes the device's context that of this thread
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._check(self._driver.cuModuleLoadData(ctypes.byref(module), binary))
+        self._check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
+        self._shared = 48 * 1024
+
+    def launch(self, blocks: int, threads: int, shared: int, arguments: Sequence[Any]) -> None:
+        """Launch on torch's current stream. Arguments: tensors for pointers, floats for doubles, ints for ints."""
+        if shared > self._shared:
+            dynamic_shared_memory = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._check(self._driver.cuFuncSetAttribute(self._function, dynamic_shared_memory, shared))
+            self._shared = shared
+        values = [_as_c(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        size = (blocks, 1, 1, threads, 1, 1, shared)
+        self._check(self._driver.cuLaunchKernel(self._function, *size, stream, pointers, None))
+
+    def _check(self, status: int) -> None:
+        if status:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(status, ctypes.byref(text))
+            raise RuntimeError(f"CUDA: {(text.value or b'unknown error').decode()} ({status})")
+
+
+def _as_c(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    return ctypes.c_int(argument) if isinstance(argument, int) else ctypes.c_double(argument)
+
+
+def compile_kernel(source: str, name: str, defines: dict[str, int], capability: tuple[int, int]) -> Kernel:
+    """The kernel `name` of a CUDA C++ source, for the current device; RuntimeError with the compiler's words."""
+    library = _nvrtc()
+    options = [f"-D{key}={value}" for key, value in sorted(defines.items())]
+    options += [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
+    version = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(version[0]), ctypes.byref(version[1]))
+    text = "\n".join([source, *options, f"{version[0].value}.{version[1].value}"])
+    folder = Path(os.environ.get("GRASSY_CACHE", Path.home() / ".cache" / "grassy"))
+    place = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.cubin"
+    if place.exists():
+        return Kernel(place.read_bytes(), name)
+    binary = _compiled(library, source, options)
+    with contextlib.suppress(OSError):  # a folder that cannot be written to costs only time
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            (Path(temporary) / "kernel").write_bytes(binary)
+            (Path(temporary) / "kernel").replace(place)  # whole or not at all, also if two processes do this at once
+    return Kernel(binary, name)
+
+
+def _compiled(library: ctypes.CDLL, source: str, options: list[str]) -> bytes:
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"grassy.cu", 0, None, None)
+    words = [option.encode() for option in options]
+    status = library.nvrtcCompileProgram(program, len(words), (ctypes.c_char_p * len(words))(*words))
+    get_size, get = library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN
+    if status:
+        get_size, get = library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog
+    get_size(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    get(program, buffer)
+    library.nvrtcDestroyProgram(ctypes.byref(program))
+    if status:
+        raise RuntimeError(f"NVRTC: {buffer.value.decode(errors='replace')}")
+    return buffer.raw
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    """The library beside torch, or in the CUDA toolkit; OSError if there is none."""
+    name = f"libnvrtc.so.{str(torch.version.cuda).partition('.')[0]}"
+    package = importlib.util.find_spec("nvidia")
+    folders = list(package.submodule_search_locations or []) if package else []
+    beside = [str(path) for folder in folders for path in sorted(Path(folder).glob(f"*/lib/{name}"))]
+    for candidate in [*beside, name]:
+        try:
+            return ctypes.CDLL(candidate)
+        except OSError:
+            continue
+    raise OSError(f"{name} is not to be found")

@@ -1,0 +1,327 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
+"""The kernels of the head on a GPU: all of it but the three large products, which are the BLAS library's.
+
+Shapes: B batch, C classes, K subspace dimension, N feature dimension. Coordinates y (B, C·K), those of all classes or
+of some, are read and written in the precision of the products; the arithmetic is float32. With TRITON_INTERPRET=1 the
+kernels run, slowly, on tensors of the CPU. Nothing is read back: they can live in a CUDA graph.
+
+`unit`, `unit_grad`, `observe` and `pull_back` do what their namesakes in `cross_entropy` do in plain torch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["lengths", "lengths_grad", "observe", "pull_back", "unit", "unit_grad"]
+
+#: Coordinates that a program holds at a time, 16 a thread: with 32 and an odd K, registers run out.
+TILE = 2048
+#: And classes at most, each of which has a running maximum and sums.
+CLASSES = 512
+WARPS = 4
+
+
+def unit(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x̂ = x/‖x‖ (B, N) in the precision of the products, and 1/‖x‖ (B,); both zero for a zero feature."""
+    batch, n = x.shape
+    result = torch.empty((batch, n), dtype=dtype, device=x.device)
+    inverse = torch.empty(batch, dtype=torch.float32, device=x.device)
+    _unit[(batch,)](x.contiguous(), result, inverse, n, BLOCK=_columns(n), num_warps=WARPS)
+    return result, inverse
+
+
+def unit_grad(x: Tensor, inverse: Tensor, v: Tensor) -> Tensor:
+    """(v − x̂(x̂·v))/‖x‖: the gradient of x (B, N) from that of x̂, v (B, N) in float32."""
+    batch, n = x.shape
+    result = torch.empty((batch, n), dtype=x.dtype, device=x.device)
+    _unit_grad[(batch,)](x.contiguous(), inverse, v, result, n, BLOCK=_columns(n), num_warps=WARPS)
+    return result
+
+
+def lengths(y: Tensor, k: int, gamma: float) -> Tensor:
+    """γ‖y_c‖, the logits (B, C) in float32."""
+    batch, classes = y.shape[0], y.shape[1] // k
+    result = torch.empty((batch, classes), dtype=torch.float32, device=y.device)
+    tile = _tile(k, classes)
+    _lengths[_grid(batch, classes, tile)](y, result, classes, gamma, **tile, num_warps=WARPS)
+    return result
+
+
+def lengths_grad(y: Tensor, grad: Tensor, k: int, gamma: float) -> Tensor:
+    """The gradient of the coordinates, γ g_c y_c/‖y_c‖ (B, C·K), from that of the logits, g (B, C)."""
+    batch, classes = grad.shape
+    result = torch.empty_like(y)
+    tile = _tile(k, classes)
+    _lengths_grad[_grid(batch, classes, tile)](y, grad.contiguous(), result, classes, gamma, **tile, num_warps=WARPS)
+    return result
+
+
+def observe(y, target, start, terms, state, loss, rows):
+    batch, here = y.shape[0], y.shape[1] // terms.k
+    _observe[(batch,)](
+        y,
+        target,
+        state,
+        loss,
+        rows,
+        batch,
+        start,
+        here,
+        terms.classes,
+        terms.gamma,
+        terms.smoothing,
+        terms.ignore_index,
+        **_tile(terms.k, here),
+        SOFT=target.is_floating_point(),
+        FIRST=start == 0,
+        LAST=start + here == terms.classes,
+        num_warps=WARPS,
+    )
+
+
+def pull_back(y, target, start, terms, rows, grad, out):
+    batch, here = y.shape[0], y.shape[1] // terms.k
+    tile = _tile(terms.k, here)
+    _pull_back[_grid(batch, here, tile)](
+        y,
+        target,
+        rows,
+        grad,
+        out,
+        batch,
+        start,
+        here,
+        terms.classes,
+        terms.gamma,
+        terms.smoothing,
+        terms.ignore_index,
+        **tile,
+        SOFT=target.is_floating_point(),
+        num_warps=WARPS,
+    )
+    return out
+
+
+def _columns(n: int) -> int:
+    return min(TILE, triton.next_power_of_2(n))
+
+
+def _tile(k: int, classes: int) -> dict[str, int]:
+    """How many classes a program takes at a time, and their coordinates rounded up to a power of two.
+
+    K itself is a constant too: that a class starts at a multiple of it is what lets a thread load it at once.
+    """
+    padded = triton.next_power_of_2(k)
+    return {"K": k, "PADDED": padded, "BLOCK": max(1, min(CLASSES, TILE // padded, triton.next_power_of_2(classes)))}
+
+
+def _grid(batch: int, classes: int, tile: dict[str, int]) -> tuple[int]:
+    return (batch * triton.cdiv(classes, tile["BLOCK"]),)
+
+
+@triton.jit
+def _unit(x_pointer, result_pointer, inverse_pointer, n, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x_pointer += row * n
+    result_pointer += row * n
+    lane = tl.arange(0, BLOCK)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, n, BLOCK):
+        x = tl.load(x_pointer + first + lane, first + lane < n, other=0.0).to(tl.float32)
+        squares += x * x
+    length = tl.sqrt(tl.sum(squares, axis=0))
+    inverse = tl.where(length == 0, 0.0, 1.0 / length)  # of a NaN it is one
+    tl.store(inverse_pointer + row, inverse)
+    for first in range(0, n, BLOCK):
+        x = tl.load(x_pointer + first + lane, first + lane < n, other=0.0).to(tl.float32)
+        tl.store(result_pointer + first + lane, x * inverse, first + lane < n)
+
+
+@triton.jit
+def _unit_grad(x_pointer, inverse_pointer, v_pointer, result_pointer, n, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x_pointer += row * n
+    v_pointer += row * n
+    result_pointer += row * n
+    inverse = tl.load(inverse_pointer + row)
+    lane = tl.arange(0, BLOCK)
+    products = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, n, BLOCK):
+        inside = first + lane < n
+        x = tl.load(x_pointer + first + lane, inside, other=0.0).to(tl.float32) * inverse
+        products += x * tl.load(v_pointer + first + lane, inside, other=0.0)
+    along = tl.sum(products, axis=0)
+    for first in range(0, n, BLOCK):
+        inside = first + lane < n
+        x = tl.load(x_pointer + first + lane, inside, other=0.0).to(tl.float32) * inverse
+        v = tl.load(v_pointer + first + lane, inside, other=0.0)
+        tl.store(result_pointer + first + lane, (v - x * along) * inverse, inside)
+
+
+@triton.jit
+def _lengths(y_pointer, result_pointer, classes, gamma, K: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    row, column = _row_and_classes(classes, BLOCK)
+    y, _place, _inside = _coordinates(y_pointer, row, column, classes, K, PADDED)
+    tl.store(result_pointer + row * classes + column, gamma * _norm(y), column < classes)
+
+
+@triton.jit
+def _lengths_grad(
+    y_pointer, grad_pointer, result_pointer, classes, gamma, K: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr
+):
+    row, column = _row_and_classes(classes, BLOCK)
+    y, place, inside = _coordinates(y_pointer, row, column, classes, K, PADDED)
+    slope = tl.load(grad_pointer + row * classes + column, column < classes, other=0.0).to(tl.float32)
+    tl.store(result_pointer + place, _direction(y, _norm(y), gamma * slope), inside)
+
+
+@triton.jit
+def _observe(
+    y_pointer,
+    target_pointer,
+    state_pointer,
+    loss_pointer,
+    rows_pointer,
+    batch,
+    start,
+    here,
+    classes,
+    gamma,
+    smoothing,
+    ignore_index,
+    K: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOFT: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+):
+    """One program a row. Each lane has its own running maximum and sums, joined at the end."""
+    LOWEST: tl.constexpr = -3.0e38  # finite, so that no lane without a class gives Inf − Inf
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    maxima = tl.full([BLOCK], LOWEST, tl.float32)
+    exponentials = tl.zeros([BLOCK], tl.float32)
+    picks = tl.zeros([BLOCK], tl.float32)
+    totals = tl.zeros([BLOCK], tl.float32)
+    masses = tl.zeros([BLOCK], tl.float32)
+    if not SOFT:
+        label = tl.load(target_pointer + row).to(tl.int64)
+    for first in range(0, here, BLOCK):
+        column = first + lane
+        present = column < here
+        y, _place, _inside = _coordinates(y_pointer, row, column, here, K, PADDED)
+        logit = gamma * _norm(y)  # 0 where there is no class
+        raised = tl.maximum(maxima, tl.where(present, logit, LOWEST))
+        exponentials = exponentials * tl.exp(maxima - raised) + tl.where(present, tl.exp(logit - raised), 0.0)
+        maxima = raised
+        totals += logit
+        if SOFT:
+            share = tl.load(target_pointer + row * classes + start + column, present, other=0.0).to(tl.float32)
+            picks += share * logit
+            masses += share
+        else:
+            picks += tl.where(start + column == label, logit, 0.0)
+    maximum = tl.max(maxima, axis=0)
+    exponential = tl.sum(exponentials * tl.exp(maxima - maximum), axis=0)
+    picked = tl.sum(picks, axis=0)
+    total = tl.sum(totals, axis=0)
+    mass = tl.sum(masses, axis=0)
+
+    state_pointer += row
+    if not FIRST:
+        before = tl.load(state_pointer)
+        raised = tl.maximum(before, maximum)
+        exponential = exponential * tl.exp(maximum - raised)
+        exponential += tl.load(state_pointer + batch) * tl.exp(before - raised)
+        maximum = raised
+        picked += tl.load(state_pointer + 2 * batch)
+        total += tl.load(state_pointer + 3 * batch)
+        mass += tl.load(state_pointer + 4 * batch)
+    if LAST:
+        logarithm = tl.log(exponential)
+        if SOFT:
+            weight = (1 - smoothing) * mass + smoothing
+            picked -= mass * maximum
+        else:
+            weight = 1.0
+            # A label that is no class is found out by a NaN.
+            picked = tl.where((label >= 0) & (label < classes), picked - maximum, float("nan"))
+        loss = weight * logarithm - (1 - smoothing) * picked - smoothing * (total / classes - maximum)
+        if not SOFT:
+            loss = tl.where(label == ignore_index, 0.0, loss)
+        tl.store(loss_pointer + row, loss)
+        tl.store(rows_pointer + row, maximum + logarithm)
+        tl.store(rows_pointer + batch + row, weight)
+    else:
+        tl.store(state_pointer, maximum)
+        tl.store(state_pointer + batch, exponential)
+        tl.store(state_pointer + 2 * batch, picked)
+        tl.store(state_pointer + 3 * batch, total)
+        tl.store(state_pointer + 4 * batch, mass)
+
+
+@triton.jit
+def _pull_back(
+    y_pointer,
+    target_pointer,
+    rows_pointer,
+    grad_pointer,
+    out_pointer,
+    batch,
+    start,
+    here,
+    classes,
+    gamma,
+    smoothing,
+    ignore_index,
+    K: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOFT: tl.constexpr,
+):
+    row, column = _row_and_classes(here, BLOCK)
+    y, place, inside = _coordinates(y_pointer, row, column, here, K, PADDED)
+    norm = _norm(y)
+    grad = tl.load(grad_pointer + row)
+    if SOFT:
+        share = tl.load(target_pointer + row * classes + start + column, column < here, other=0.0).to(tl.float32)
+    else:
+        label = tl.load(target_pointer + row).to(tl.int64)
+        share = (start + column == label).to(tl.float32)
+        grad = tl.where(label == ignore_index, 0.0, grad)
+    share = (1 - smoothing) * share + smoothing / classes
+    probability = tl.exp(gamma * norm - tl.load(rows_pointer + row))
+    slope = grad * (tl.load(rows_pointer + batch + row) * probability - share)
+    tl.debug_barrier()  # out may be y: of a small tile several threads hold the same element, and all must have read it
+    tl.store(out_pointer + place, _direction(y, norm, gamma * slope), inside)
+
+
+@triton.jit
+def _row_and_classes(classes, BLOCK: tl.constexpr):
+    """What a program is about: a row, and a block of its classes."""
+    blocks = tl.cdiv(classes, BLOCK)
+    row = tl.program_id(0) // blocks
+    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    return row.to(tl.int64), column
+
+
+@triton.jit
+def _coordinates(y_pointer, row, column, classes, K: tl.constexpr, PADDED: tl.constexpr):
+    """The coordinates (BLOCK, PADDED) of some classes of a row, where they lie, and which of them there are."""
+    part = tl.arange(0, PADDED)
+    place = row * classes * K + (column[:, None] * K + part[None, :])
+    inside = (column < classes)[:, None] & (part < K)[None, :]
+    return tl.load(y_pointer + place, inside, other=0.0).to(tl.float32), place, inside
+
+
+@triton.jit
+def _norm(y):
+    return tl.sqrt(tl.sum(y * y, axis=1))
+
+
+@triton.jit
+def _direction(y, norm, slope):
+    """slope_c y_c/‖y_c‖, and zero where y_c is."""
+    return y * tl.where(norm == 0, 0.0, slope / norm)[:, None]

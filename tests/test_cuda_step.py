@@ -1,0 +1,144 @@
+"""The kernels of the step against the reference in float64. Skipped without a GPU."""
+
+import pytest
+import torch
+
+from grassy import geometry as g
+from grassy import ops
+from grassy.ops import cuda_step
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+F64, BF16 = torch.float64, torch.bfloat16
+# One class, many classes, odd widths, slices over a cluster, all sizes of block.
+SHAPES = [(1, 1, 1), (5, 1, 7), (1000, 3, 129), (5, 8, 2047), (5, 8, 2048), (3, 17, 129), (5, 16, 2048), (3, 32, 2048),
+          (4, 33, 129), (3, 64, 256), (2, 8, 20_000)]  # fmt: skip
+
+
+def compare(w, d, m, impl, lr=0.05, **options):
+    """Subspace distance, relative error of the momentum, orthonormality error, and both counts."""
+    results = []
+    for name, dtype in ((impl, None), ("reference", F64)):
+        cast = lambda t, dtype=dtype: None if t is None else t.to(dtype or t.dtype, copy=True)
+        moved, buffer = cast(w), cast(m)
+        counts = ops.geodesic_step(moved, cast(d), buffer, torch.tensor(lr, device="cuda"), 0.9, impl=name, **options)
+        results.append((moved.double(), None if m is None else buffer.double(), tuple(map(int, counts))))
+    (a, m1, counted), (b, m2, expected) = results
+    assert counted == expected
+    momentum = 0.0 if m is None else float((m1 - m2).abs().max() / m2.abs().max().clamp_min(1e-3))
+    return float(g.distance(a, b).max()), momentum, float(g.orthonormality_error(a))
+
+
+def case(shape, scale=0.3):
+    w = g.random_subspace(*shape, device="cuda")
+    d = scale * torch.randn_like(w)
+    if shape[0] > 1:
+        d[1, 0, -1] = float("nan")
+    return w, d, g.project(w, scale * torch.randn_like(w))
+
+
+@pytest.mark.parametrize("transport", ["projection", "parallel"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_step_that_is_chosen_agrees(shape, transport):
+    w, d, m = case(shape)
+    distance, momentum, error = compare(w, d, m, "auto", transport=transport)
+    assert distance < (1e-6 if shape[2] <= 2048 and shape[1] <= 32 else 3e-6)
+    assert momentum < 3e-6
+    assert error < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 130), (5, 8, 2048), (3, 16, 384), (3, 32, 2048)], ids=str)
+def test_the_kernel_in_cuda_takes_all_options(shape):
+    w, d, m = case(shape)
+    assert ops.choose("cuda", w) == "cuda"
+    for options in ({"max_angle": 0.01}, {"max_angle": 0.5}, {"maximize": True}):
+        distance, momentum, error = compare(w, d, m, "cuda", **options)
+        assert distance < 1.5e-6
+        assert momentum < 3e-6
+        assert error < 1e-6
+    assert compare(w, d, None, "cuda")[0] < 1.5e-6
+
+
+def test_large_turns_are_taken_with_care():
+    w, d, m = case((5, 8, 256), scale=30.0)
+    distance, _, error = compare(w, d, m, "cuda")  # up to 64 radians, known to their rounding
+    assert distance < 1e-4
+    assert error < 1e-6
+    assert compare(w, d, m, "cuda", max_angle=0.3)[0] < 1.5e-6
+
+
+def test_bfloat16_gradients_and_momentum():
+    w, d, m = case((7, 8, 512))
+    distance, momentum, error = compare(w, d.to(BF16), m.to(BF16), "cuda")
+    assert distance < 1e-6
+    assert momentum < 2**-8
+    assert error < 1e-6
+
+
+@pytest.mark.parametrize("impl", ["cuda", "triton"])
+def test_absent_rows_stay_absent_and_still_classes_still(impl):
+    w, d, m = case((50, 8, 300))
+    w[3, 5:] = 0
+    d[4], m[4] = 0, 0
+    before = w.clone()
+    ops.geodesic_step(w, d, m, 0.05, 0.9, impl=impl)
+    assert (w[3, 5:] == 0).all()
+    assert (m[3, 5:] == 0).all()
+    assert torch.equal(w[[1, 4]], before[[1, 4]])
+    assert g.orthonormality_error(w) < 1e-6
+
+
+def test_a_gradient_within_the_subspace_does_not_move_it():
+    w = g.random_subspace(50, 8, 300, device="cuda")
+    moved, m = w.clone(), torch.zeros_like(w)
+    ops.geodesic_step(moved, torch.randn(50, 8, 8, device="cuda") @ w, m, 0.05, 0.9, impl="cuda")
+    assert g.distance(moved.double(), w.double()).max() < 2e-6
+
+
+@pytest.mark.parametrize("shape", [(40, 4, 64), (40, 8, 64), (10, 16, 512)], ids=str)
+def test_ten_thousand_steps_keep_it_orthonormal(shape):
+    w = g.random_subspace(*shape, device="cuda")
+    m, lr = torch.zeros_like(w), torch.tensor(0.1, device="cuda")
+    gradients = [0.05 * torch.randn_like(w) for _ in range(10)]
+    for d in gradients[:2]:
+        ops.geodesic_step(w, d, m, lr, 0.9)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # anything that asked the host would raise
+        for d in gradients:
+            ops.geodesic_step(w, d, m, lr, 0.9)
+    for _ in range(1000):
+        graph.replay()
+    assert g.orthonormality_error(w.double()) < 1e-6
+
+
+@pytest.mark.parametrize("impl", ["cuda", "triton", "reference"])
+def test_a_flag_on_the_device_skips_the_step(impl):
+    w, d, m = case((20, 4, 64))
+    before = w.clone(), m.clone()
+    counts = ops.geodesic_step(w, d, m, 0.05, 0.9, skip=torch.ones((), device="cuda"), impl=impl)
+    assert torch.equal(w, before[0])
+    assert torch.equal(m, before[1])
+    assert int(counts.skipped) == 0
+    ops.geodesic_step(w, d, m, 0.05, 0.9, skip=torch.zeros((), device="cuda"), impl=impl)
+    assert not torch.equal(w, before[0])
+
+
+def test_a_weight_that_is_not_aligned():
+    storage = torch.empty(5 * 8 * 64 + 1, device="cuda")
+    w = storage[1:].view(5, 8, 64)
+    w.copy_(g.random_subspace(5, 8, 64))
+    aligned = w.clone()
+    d = torch.randn_like(aligned)
+    for weight in (w, aligned):
+        ops.geodesic_step(weight, d, None, 0.05, impl="cuda")
+    assert torch.equal(w, aligned)
+
+
+def test_a_kernel_that_cannot_be_compiled_leaves_the_work_to_others(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("NVRTC: no such thing")
+
+    monkeypatch.setattr(cuda_step, "_kernel", fail)
+    w = g.random_subspace(5, 16, 64, device="cuda")
+    assert "no such thing" in ops.explain(w)["cuda"]
+    assert ops.choose("auto", w) == "reference"

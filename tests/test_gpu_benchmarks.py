@@ -1,0 +1,142 @@
+"""The benchmarks for GPUs run, as far as a CPU can tell; what they measure is not judged here."""
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmarks import performance_page  # noqa: E402
+
+FACTS = {"date": "2026-01-02", "gpu": "Some GPU", "cuda": "13.0", "grassy": "0.1.0", "torch": "2.11", "python": "3.11"}
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Runs a benchmark as its command does, in one thread, and gives what it has saved."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def run(name, *arguments):
+        output = tmp_path / "result.json"
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments), "--output", str(output)])
+        importlib.import_module(f"benchmarks.{name}").main()
+        return json.loads(output.read_text())
+
+    yield run
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["head", "memory", "svd_qr", "drift", "iteration"])
+def test_without_a_gpu_a_benchmark_says_so_in_one_sentence(name, run, tmp_path):
+    with pytest.raises(SystemExit, match=r"^This benchmark needs a CUDA GPU, and torch finds none here\.$"):
+        run(name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_benchmark_of_drift_runs_on_a_cpu(run):
+    result = run("drift", "--device", "cpu", "--steps", 5, 10, "--classes", 2, "--k", 3, "--n", 40)
+    assert [row["step"] for row in result["rows"]] == [0, 5, 10]
+    assert max(row[key] for row in result["rows"] for key in ("without_step_5", "with_step_5", "ours")) < 1e-3
+    assert result["distance_to_float64"] < 1e-5
+    assert 0.005 < result["radians_per_step"]["smallest"] < result["radians_per_step"]["largest"] < 0.1
+
+
+def test_the_benchmark_of_factorisations_runs_on_a_cpu(run):
+    result = run("svd_qr", "--device", "cpu", "--classes", 3, "--n", 20, "--k", 1, 2, "--runs", 1)
+    assert [row["k"] for row in result["rows"]] == [1, 2]
+    assert all(set(row["ms"]) == {"svd", "qr"} and row["step_ms"] > 0 for row in result["rows"])
+
+
+def test_the_benchmark_of_iterations_runs_on_a_cpu(run):
+    result = run("iteration", "--device", "cpu", "--models", "resnet10t:2", "--image-size", 32, "--rounds", 1)
+    assert not result["failed"]
+    (row,) = result["rows"]
+    assert (row["model"], row["batch"]) == ("resnet10t", 2)
+    assert set(row["ms"]) == {"linear", "grassmann"}
+
+
+def step_results():
+    rows = []
+    for k in (4, 8):
+        row = {"classes": 1000, "k": k, "n": 2048, "implementation": "cuda", "floor_ms": 0.01 * k, "step_ms": 0.02 * k}
+        row |= {"step_over_floor": 2.0, "all_ms": {"auto": 0.02 * k, "reference": 0.3}}
+        rows.append({**row, "algorithm_1_ms": 40 * k, "algorithm_1_over_step": 2e3})
+    del rows[0]["algorithm_1_ms"], rows[0]["algorithm_1_over_step"], rows[0]["all_ms"]["reference"]
+    return {**FACTS, "copy_bytes_per_ms": 4e9, "rows": rows}
+
+
+def results():
+    shape = {"batch": 1024, "n": 768, "classes": 21841, "k": 8}
+    times = {"linear C*k": 2.0, "fused": 3.0, "logits": 4.0, "naive": 9.0, "linear C": 0.5}
+    ratios = {name: value / 2 for name, value in times.items()}
+    large = {**shape, "implementation": "triton", "peak_gib": 24.6, "step_ms": 50.0, "eager_ms": 60.0, "sum_ms": 40.0}
+    large |= {"four_products_ms": 27.0, "five_passes_ms": 10.0, "cast_ms": 3.0, "step_over_sum": 1.25}
+    large |= {"product_tflops": 640.0, "copy_bytes_per_ms": 4e9, "eager_over_sum": 1.5}
+    factorised = {"classes": 1000, "n": 2048, "k": 8, "ms": {"svd gesvda": 1.2, "qr": 88.0}, "step_ms": 0.1}
+    errors = {"without_step_5": 1.9e-5, "with_step_5": 3e-7, "ours": 2e-7}
+    return {
+        "step": step_results(),
+        "head": {
+            **FACTS,
+            "rows": [{**shape, "ms": times, "over_yardstick": ratios, "fused_products": 4, "yardstick_tflops": 600.0}],
+        },
+        "memory": {
+            **FACTS,
+            **shape,
+            "weight_mib": 512,
+            "extra_mib": {"fused": 100, "logits": 500, "naive": 2000},
+            "large": large,
+        },
+        "svd_qr": {**FACTS, "rows": [{**factorised, "paper_ms": {"svd": 23.2, "qr": 70.9}}]},
+        "drift": {
+            **FACTS,
+            **{"classes": 10, "k": 8, "n": 256, "qr_every": 5, "distance_to_float64": 1.8e-7, "paper": {"100": 1.9e-5}},
+            "rows": [{"step": 100, **errors}],
+            "radians_per_step": {"smallest": 0.02, "largest": 0.04},
+        },
+        "iteration": {
+            **FACTS,
+            **{"classes": 1000, "k": 8, "image_size": 224, "failed": {"vgg13_bn:32": "out of memory"}},
+            "rows": [
+                {"model": name, "batch": 32, "ms": {"linear": 20.0, "grassmann": 20.5}, "overhead_percent": 2.5}
+                for name in ("resnet50", "resnet50d")
+            ],
+        },
+    }
+
+
+def test_the_page_is_written_from_all_results(tmp_path, monkeypatch):
+    for name, result in results().items():
+        (tmp_path / f"{name}_gpu.json").write_text(json.dumps(result))
+    output = tmp_path / "docs" / "performance.md"
+    monkeypatch.setattr(sys, "argv", ["page", "--results", str(tmp_path), "--output", str(output)])
+    performance_page.main()
+    text = output.read_text()
+    assert "no results" not in text
+    assert text.count("on Some GPU, torch 2.11, grassy 0.1.0, 2026-01-02.") == 6
+    assert max(len(line) for line in text.splitlines() if line[:1] != "|") <= 120
+    step = "takes 2.00 times as long", "| 1,000 x 4 x 2,048 | 40.0 | 80.0 |"
+    others = "640 TFLOP/s", "1.25 times 40.0 ms", "| 35 % |", "1.8e-07", "| 23.2 | 70.9 |", "vgg13_bn:32"
+    for piece in (*step, *others):
+        assert piece in " ".join(text.split()), piece
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert len(tables) == 6
+    for table in tables:
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+    pictures = re.findall(r"\]\((images/[^)]+)\)", text)
+    assert len(pictures) == 2
+    assert all((output.parent / picture).stat().st_size > 1000 for picture in pictures)
+
+
+def test_a_missing_result_gets_a_sentence(tmp_path):
+    (tmp_path / "step_gpu.json").write_text(json.dumps(step_results()))
+    text = performance_page.page(tmp_path, tmp_path)
+    assert text.count("There are no results yet") == 5
+    assert "`python -m benchmarks.iteration`" in text
