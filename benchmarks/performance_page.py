@@ -240,8 +240,8 @@ def head(result: Result, images: Path) -> list[str]:
     if again:
         text.append(
             f"With {' and '.join(format(row['classes'], ',') for row in again)} classes the loss without logits "
-            "computes the coordinates again in the backward, to save memory: four products instead of three, or "
-            f"{4 / 3:.2f} times the yardstick's arithmetic."
+            "computes the coordinates that it did not keep again in the backward, to save memory: "
+            f"{' and '.join(format(row['fused_products'], '.2f') for row in again)} products instead of three."
         )
     return text
 

@@ -7,8 +7,7 @@ from torch.nn import functional as F
 
 import grassy
 from grassy import geometry, ops
-from grassy.ops import cross_entropy
-from test_subspace_cross_entropy import SHAPES, errors, example, gradients, plain
+from test_subspace_cross_entropy import SHAPES, divide, errors, example, gradients, plain
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -37,11 +36,10 @@ def _full_float32():
     torch.set_float32_matmul_precision(before)
 
 
-@pytest.fixture(params=["kept", "chunked"])
+@pytest.fixture(params=["kept", "chunked", "partly kept"])
 def either_way(request, monkeypatch):
-    if request.param == "chunked":
-        monkeypatch.setattr(cross_entropy, "KEEP", 0)
-        monkeypatch.setattr(cross_entropy, "CHUNK", 2**19)
+    if request.param != "kept":
+        divide(monkeypatch, 2**19, 2**20 if request.param == "partly kept" else 0)
 
 
 @pytest.mark.usefixtures("either_way")

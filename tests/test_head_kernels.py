@@ -53,12 +53,11 @@ for shape, soft in itertools.product(cases, (False, True)):
     if not soft:
         half[str(shape)] = [logits_errors(x, w, impl, dtype=torch.bfloat16) for impl in ("triton", "reference")]
 
-keep, chunk = cross_entropy.KEEP, cross_entropy.CHUNK
-cross_entropy.KEEP = 0
+before = cross_entropy.WHOLE, cross_entropy.CHUNK, cross_entropy.KEEP
 for size, soft in itertools.product((1, 700, 2**24), (False, True)):
-    cross_entropy.CHUNK = size
+    cross_entropy.WHOLE, cross_entropy.CHUNK, cross_entropy.KEEP = 0, size, 800 if soft else 0
     losses[f"chunks {size} soft={soft}"] = errors(*example(3, 23, 3, 20, soft), "triton", label_smoothing=0.1)
-cross_entropy.KEEP, cross_entropy.CHUNK = keep, chunk
+cross_entropy.WHOLE, cross_entropy.CHUNK, cross_entropy.KEEP = before
 
 x, w, t = example(4, 5, 3, 7)
 x[1], x[2, 3], t[3] = 0, float("nan"), 99
@@ -79,7 +78,7 @@ one = x.clone().requires_grad_(), w.clone().requires_grad_()
 for dtype in (torch.float32, torch.bfloat16):
     torch.library.opcheck(logits._forward, (*one, dtype, True, 25.0, True), rtol=1e-3, atol=1e-4)
     torch.library.opcheck(
-        cross_entropy._forward, (*one, t, dtype, True, 25.0, 0.1, -100, True, True), rtol=1e-3, atol=1e-4
+        cross_entropy._forward, (*one, t, dtype, 2, 4, 25.0, 0.1, -100, True, True), rtol=1e-3, atol=1e-4
     )
 compiled = torch.compile(lambda x, w: ops.subspace_logits(x, w, impl="triton"), fullgraph=True, backend="aot_eager")
 both = [gradients(f, x, w) for f in (compiled, lambda x, w: ops.subspace_logits(x, w, impl="triton"))]

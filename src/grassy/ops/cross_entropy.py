@@ -1,8 +1,9 @@
 """Softmax cross-entropy of subspace logits without the logits, as an operator that torch.compile keeps whole.
 
 Of B x C x K coordinates only those of a chunk of classes exist at a time, if there are many: the forward goes through
-the chunks with the running maximum and sums of each row, and the backward computes each chunk again. Shapes: B batch,
-C classes, K subspace dimension, N feature dimension; y (B, c·K) are the coordinates of c classes in a row.
+the chunks with the running maximum and sums of each row, and the backward computes them again, but for the first few,
+which are kept. Shapes: B batch, C classes, K subspace dimension, N feature dimension; y (B, c·K) are the coordinates of
+c classes in a row.
 
 With l_c = γ‖y_c‖, target probabilities t_c (one for a label, zero elsewhere), smoothed to t'_c = (1−ε)t_c + ε/C, and
 T = Σ t'_c: the loss of a row is Σ t'_c (log Σ exp l − l_c) and ∂loss/∂l_c = T p_c − t'_c with p = softmax(l).
@@ -20,10 +21,12 @@ from torch.nn import functional as F
 from grassy.ops.logits import as_given, fake_gradients, fits, product, product_dtype, wants_grad
 from grassy.ops.reference import subspace_logits
 
-#: Up to so many coordinates (or numbers in the weight, which is copied in half precision) are kept for the backward.
-KEEP = 2**26
+#: Up to so many coordinates (or numbers in the weight, which is copied in half precision) are one chunk.
+WHOLE = 2**26
 #: So many are in a chunk otherwise: 32 MiB in bfloat16, which a large GPU's cache holds.
 CHUNK = 2**24
+#: So many are kept for the backward, at most: 224 MiB in bfloat16. The others are computed twice.
+KEEP = 7 * CHUNK
 
 
 class Terms(NamedTuple):
@@ -53,9 +56,10 @@ def subspace_cross_entropy(
     flat = target.reshape(-1, target.shape[-1]) if soft else target.reshape(-1)
     if fits(x, weight, gamma) and not wants_grad(target):
         rows = x.reshape(-1, x.shape[-1])
-        keep = wants_grad(x, weight) and max(rows.shape) * weight.shape[0] * weight.shape[1] <= KEEP
+        size, keep = _division(rows, weight)
         settings = float(gamma), float(label_smoothing), ignore_index, normalize, kernels
-        loss, _, _ = _forward(rows, weight, flat, product_dtype(x, weight), keep, *settings)
+        keep = keep if wants_grad(x, weight) else 0
+        loss, _, _ = _forward(rows, weight, flat, product_dtype(x, weight), size, keep, *settings)
     else:
         logits = subspace_logits(x, weight, gamma, normalize).reshape(-1, weight.shape[0])
         loss = F.cross_entropy(
@@ -172,10 +176,19 @@ def _pieces(kernels: bool) -> Any:
     return importlib.import_module("grassy.ops.triton_head") if kernels else sys.modules[__name__]
 
 
-def _chunks(x: Tensor, weight: Tensor, kept: bool) -> Iterator[tuple[int, int]]:
-    """First and last class of each chunk; one chunk if the coordinates are kept."""
+def _division(x: Tensor, weight: Tensor) -> tuple[int, int]:
+    """How many classes are in a chunk, and of how many the coordinates are kept: all, or some whole chunks."""
     classes, k, _ = weight.shape
-    size = classes if kept else max(1, CHUNK // (max(1, *x.shape) * k))
+    of_a_class = max(1, *x.shape) * k
+    if of_a_class * classes <= WHOLE:
+        return max(1, classes), classes
+    size = max(1, CHUNK // of_a_class)
+    return size, min(classes, KEEP // (size * of_a_class) * size)
+
+
+def _chunks(weight: Tensor, size: int) -> Iterator[tuple[int, int]]:
+    """First and last class of each chunk."""
+    classes = weight.shape[0]
     return ((start, min(start + size, classes)) for start in range(0, classes, size))
 
 
@@ -185,33 +198,41 @@ def _forward(
     weight: Tensor,
     target: Tensor,
     dtype: torch.dtype,
-    keep: bool,
+    size: int,
+    keep: int,
     gamma: float,
     smoothing: float,
     ignore_index: int,
     normalize: bool,
     kernels: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses (B,) of x (B, N), two numbers of each row (2, B), and the coordinates (B, C·K) if they are kept."""
+    """Losses (B,) of x (B, N), two numbers of each row (2, B), and the coordinates that are kept, chunk after chunk."""
     pieces, terms = _pieces(kernels), Terms(weight.shape[0], weight.shape[1], gamma, smoothing, ignore_index)
     state, loss, rows = (x.new_empty(*shape, len(x), dtype=torch.float32) for shape in ((5,), (), (2,)))
     target = target.contiguous()
     with as_given(x):
         features = pieces.unit(x, dtype)[0] if normalize else x.to(dtype)
-        y = features.new_empty(0)
-        for start, stop in _chunks(x, weight, keep):
-            del y  # before the next one is made
-            y = torch.mm(features, weight[start:stop].flatten(0, 1).to(dtype).T)
+        kept = features.new_empty(len(x) * keep * weight.shape[1])
+        for start, stop in _chunks(weight, size):
+            part = weight[start:stop].flatten(0, 1).to(dtype)
+            y = torch.mm(features, part.T, out=_of_chunk(kept, x, weight, start, stop) if start < keep else None)
             pieces.observe(y, target, start, terms, state, loss, rows)
-    return loss, rows, y if keep else y.new_empty(0)
+            del part, y  # before the next ones are made
+    return loss, rows, kept
+
+
+def _of_chunk(kept: Tensor, x: Tensor, weight: Tensor, start: int, stop: int) -> Tensor:
+    """The place of a chunk (B, c·K) among the coordinates that are kept."""
+    of_a_class = len(x) * weight.shape[1]
+    return kept[start * of_a_class : stop * of_a_class].view(len(x), -1)
 
 
 @_forward.register_fake
 def _(
-    x: Tensor, weight: Tensor, target: Tensor, dtype: torch.dtype, keep: bool, *_: Any
+    x: Tensor, weight: Tensor, target: Tensor, dtype: torch.dtype, size: int, keep: int, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, (classes, k, _n) = x.shape[0], weight.shape
-    kept = x.new_empty(batch, classes * k, dtype=dtype) if keep else x.new_empty(0, dtype=dtype)
+    batch, k = x.shape[0], weight.shape[1]
+    kept = x.new_empty(batch * keep * k, dtype=dtype)
     return x.new_empty(batch, dtype=torch.float32), x.new_empty(2, batch, dtype=torch.float32), kept
 
 
@@ -222,7 +243,9 @@ def _backward(
     weight: Tensor,
     target: Tensor,
     rows: Tensor,
-    y: Tensor,
+    kept: Tensor,
+    size: int,
+    keep: int,
     gamma: float,
     smoothing: float,
     ignore_index: int,
@@ -233,22 +256,21 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and weight from that of the losses (B,); empty if not wanted."""
     pieces, terms = _pieces(kernels), Terms(weight.shape[0], weight.shape[1], gamma, smoothing, ignore_index)
-    dtype, kept = y.dtype, y.ndim == 2
-    grad, target, rows, y = (tensor.contiguous() for tensor in (grad, target, rows, y))
+    dtype = kept.dtype
+    grad, target, rows, kept = (tensor.contiguous() for tensor in (grad, target, rows, kept))
     dx, dweight = x.new_empty(0), weight.new_empty(weight.shape if for_weight else 0)
     v = x.new_zeros(x.shape, dtype=torch.float32)
     with as_given(x):
         features, inverse = pieces.unit(x, dtype) if normalize else (x.to(dtype), None)
-        for start, stop in _chunks(x, weight, kept):
+        for start, stop in _chunks(weight, size):
             part = weight[start:stop].flatten(0, 1).to(dtype)
-            again = y if kept else torch.mm(features, part.T)
-            out = torch.empty_like(y) if kept else again
-            g = pieces.pull_back(again, target, start, terms, rows, grad, out)
+            y = _of_chunk(kept, x, weight, start, stop) if start < keep else torch.mm(features, part.T)
+            g = pieces.pull_back(y, target, start, terms, rows, grad, torch.empty_like(y) if start < keep else y)
             if for_x:
                 v += product(g, part, torch.float32)
             if for_weight:
                 product(g.T, features, weight.dtype, out=dweight[start:stop].flatten(0, 1))
-            del part, again, out, g  # before the next ones are made
+            del part, y, g  # before the next ones are made
         if for_x:
             dx = x.new_empty(x.shape).copy_(v) if inverse is None else pieces.unit_grad(x, inverse, v)
     return dx, dweight
@@ -258,15 +280,15 @@ _backward.register_fake(fake_gradients)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, target, _dtype, _keep, *ctx.options = inputs
-    _, rows, y = output
-    ctx.save_for_backward(x, weight, target, rows, y)
-    ctx.mark_non_differentiable(rows, y)
+    x, weight, target, _dtype, *ctx.options = inputs
+    _, rows, kept = output
+    ctx.save_for_backward(x, weight, target, rows, kept)
+    ctx.mark_non_differentiable(rows, kept)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * 8
+    nothing = (None,) * 9
     if grad is None:
         return None, None, *nothing
     for_x, for_weight = ctx.needs_input_grad[:2]
