@@ -49,11 +49,11 @@ def plan(k: int, n: int, capability: tuple[int, int]) -> Plan | None:
         fits = 8 * k * columns <= SLICE_BYTES
         if fits or cluster == clusters[-1]:
             break
-    warps = 8 if rows == 32 or k * columns > 6144 else 4
+    warps = 8 if rows == 32 or (rows == 8 and k * columns > 6144) else 4
     shared = Plan(k, rows, cluster, columns, warps, 1).shared_bytes
     if shared > largest:
         return None
-    by_registers = {8: 32 if warps == 4 else 24, 16: 16, 32: 16}[rows] // warps
+    by_registers = {8: 32 if warps == 4 else 24, 16: 12, 32: 16}[rows] // warps
     return Plan(k, rows, cluster, columns, warps, max(1, min(by_registers, 228 * 1024 // (shared + 1024))))
 
 
