@@ -1,7 +1,8 @@
 // Training curves of all runs together: one small drawing a column of summary.csv.
 
 const CURVES = [["eval_top1", "Top-1 accuracy (%)"], ["train_loss", "Training loss"], ["eval_loss", "Validation loss"],
-  ["eval_top5", "Top-5 accuracy (%)"], ["lr", "Learning rate"], ["head_lr", "Learning rate of the head"]];
+  ["eval_top5", "Top-5 accuracy (%)"], ["eval_effective_rank", "Effective rank"], ["lr", "Learning rate"],
+  ["head_lr", "Learning rate of the head"]];
 
 function showCurves() {
   const place = byId("curves");
