@@ -95,6 +95,19 @@ def test_a_gradient_within_the_subspace_does_not_move_it():
     assert g.distance(moved.double(), w.double()).max() < 2e-6
 
 
+@pytest.mark.parametrize("impl", ["cuda", "triton"])
+def test_a_gradient_that_lies_almost_within_the_subspace(impl):
+    """Then H H' is a small difference of Gram matrices of B, as it becomes when features lie near their class."""
+    w = g.random_subspace(50, 4, 300, device="cuda")
+    inside = torch.randn(50, 4, 4, device="cuda") @ w
+    d = inside + 1e-3 * g.project(w, torch.randn_like(w))
+    for options in ({}, {"max_angle": 1e-4}):
+        distance, momentum, error = compare(w, d, torch.zeros_like(w), impl, **options)
+        assert distance < 1e-6
+        assert momentum < 1e-2
+        assert error < 1e-6
+
+
 @pytest.mark.parametrize("shape", [(40, 4, 64), (40, 8, 64), (10, 16, 512)], ids=str)
 def test_ten_thousand_steps_keep_it_orthonormal(shape):
     w = g.random_subspace(*shape, device="cuda")

@@ -1,0 +1,180 @@
+"""Tables, pictures and verdicts from results.jsonl, written between the marks of docs/results.md and of the README.
+
+    python -m experiments.cifar100.answer
+
+No verdict is written by hand: claims.py has the rule. With runs missing, it says so.
+"""
+
+import argparse
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.cifar100.claims import NOT_YET, UNITS, Study, claims, verdict
+from experiments.cifar100.plan import KS, SETS, SIDES, VARIANTS, contestants, read
+
+ROOT = Path(__file__).parent.parent.parent
+#: The goal: so much more than the best softmax head, over so many seeds.
+GOAL = {"top1": 0.5, "transfer": 3.0}
+GOAL_SEEDS = 5
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def claims_table(study: Study) -> str:
+    rows = [
+        [str(number), text, figures, "<br>".join(map(str, parts)), f"**{verdict(parts)}**"]
+        for number, (text, figures, parts) in enumerate(claims(study), 1)
+    ]
+    return table(["", "claim", "the paper", "here: difference or slope, 95 % interval", "verdict"], rows)
+
+
+def goal(study: Study) -> str:
+    """The contestants, chosen by held-out top-1 alone, and every other Grassmann head beside them."""
+    winners = contestants(study.chosen, study.lines)
+    if len(winners) < 2:
+        return f"Contestants are chosen when all heads are tuned: {NOT_YET}."
+    rows, answer = [], NOT_YET
+    for row in sorted(SIDES[1], key=lambda name: name != winners[1]):
+        parts = {metric: study.gap(row, winners[0], metric).interval for metric in GOAL}
+        seeds = min(len(study.runs[name]) for name in (row, winners[0]))
+        reached = all(part and part.mean >= GOAL[name] and part.low > 0 for name, part in parts.items())
+        if row == winners[1] and seeds >= GOAL_SEEDS:
+            answer = "reached" if reached else "not reached"
+        held_out = study.lines[study.chosen[row].key]["top1"] if study.chosen[row] else math.nan  # type: ignore[union-attr]
+        cells = [NOT_YET if part is None else str(part) for part in parts.values()]
+        rows.append([f"**{row}**" if row == winners[1] else row, f"{held_out:.2f}", *cells, str(seeds)])
+    head = ["", "held-out top-1", f"top-1 − {winners[0]}", f"transfer − {winners[0]}", "seeds"]
+    rule = f"top-1 +{GOAL['top1']}, transfer +{GOAL['transfer']:g}, both intervals above 0, {GOAL_SEEDS} seeds"
+    who = f"{winners[1]} against {winners[0]}, each the best of its kind by held-out top-1"
+    return f"{who} ({rule}): **{answer}**. The other rows are beside the test.\n\n{table(head, rows)}"
+
+
+def rows_table(study: Study) -> str:
+    metrics = {"top1": 2, "variability": 1, "r2": 3, "effective_rank": 2, "transfer": 2, **dict.fromkeys(SETS, 2)}
+    rows = [
+        [row, str(len(runs)), *(study.show(row, name, digits) for name, digits in metrics.items())]
+        for row, runs in study.runs.items()
+    ]
+    return table(["", "seeds", "top-1", "variability, °", "R²", "effective rank", "transfer", *SETS], rows)
+
+
+def settings_table(study: Study) -> str:
+    """What was chosen for each row, and how one would run it by hand."""
+    rows = []
+    skip = ("seed", "epochs", "val_interval", "checkpoint_interval")
+    for row, job in study.jobs.items():
+        if not job.base:
+            rows.append([row, NOT_YET, "–"])
+            continue
+        words = [f"{name}={str(value).lower()}" for name, value in job.changes.items() if name not in skip]
+        tuned = study.chosen.get(row)
+        score = f"{study.lines[tuned.key]['top1']:.2f}" if tuned else f"as {VARIANTS[row].of}"
+        command = f"`grassy train {job.base} {' '.join(words)}`".replace("=start", "=WEIGHTS_OF_SOFTMAX")
+        rows.append([row, score, command])
+    return table(["", "held-out top-1", "by hand, with --data-dir and --seed"], rows)
+
+
+def summary(study: Study) -> str:
+    """For the README."""
+    winners = contestants(study.chosen, study.lines)
+    names = dict.fromkeys(["softmax", "grassmann-8", "grassmann-32", *winners])
+    rows = [[name, *(study.show(name, metric) for metric in ("top1", "variability", "transfer"))] for name in names]
+    return table(["", "top-1", "variability, °", "linear transfer, mean of 3 data sets"], rows)
+
+
+def about(study: Study) -> str:
+    """Where the figures come from."""
+    lines = [line for runs in study.runs.values() for line in runs]
+    if not lines:
+        return f"Final runs: {NOT_YET}."
+    facts = {name: ", ".join(sorted({str(line[name]) for line in lines})) for name in ("device", "torch", "grassy")}
+    days = sorted(line["started"][:10] for line in lines)
+    failed = sum("error" in line for line in study.lines.values())
+    return (
+        f"{len(lines)} final runs, {days[0]} to {days[-1]}, on {facts['device']}, torch {facts['torch']}, grassy "
+        f"{facts['grassy']}; {failed} of all {len(study.lines)} jobs failed. Mean ± standard error."
+    )
+
+
+# ------------------------------------------------------------------------------------------------ pages
+
+
+def pictures(study: Study, folder: Path) -> str:
+    """Two pictures, of what k does and of top-1 against transfer; their links, or "" if there is nothing to draw."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    def point(row: str, metric: str) -> tuple[float, float]:
+        values = study.values(row, metric)
+        return statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+    rows = [row for row, runs in study.runs.items() if runs]
+    ks = [k for k in KS if f"grassmann-{k}" in rows]
+    if not ks or "softmax" not in rows:
+        return ""
+    folder.mkdir(parents=True, exist_ok=True)
+    figure, axes = plt.subplots(1, len(UNITS), figsize=(13, 3), layout="constrained")
+    for axis, (metric, title) in zip(axes, UNITS.items(), strict=True):
+        means, errors = zip(*(point(f"grassmann-{k}", metric) for k in ks), strict=True)
+        axis.errorbar(ks, means, errors, marker="o", capsize=3, label="Grassmann")
+        axis.axhline(point("softmax", metric)[0], color="gray", linestyle="--", label="softmax")
+        axis.set(xscale="log", xlabel="k", title=title, xticks=ks, xticklabels=ks)
+        axis.minorticks_off()
+    axes[0].legend()
+    figure.savefig(folder / "results-k.png", dpi=150)
+    figure, axis = plt.subplots(figsize=(8, 6), layout="constrained")
+    for row in rows:
+        (x, dx), (y, dy) = point(row, "top1"), point(row, "transfer")
+        axis.errorbar(x, y, dy, dx, marker="o", capsize=2, color="C0" if row.startswith("grassmann") else "C1")
+        axis.annotate(row, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
+    axis.set(xlabel="top-1 on CIFAR-100, %", ylabel="mean transfer, %")
+    figure.savefig(folder / "results-front.png", dpi=150)
+    plt.close("all")
+    return (
+        "![What k does to top-1, transfer, variability and class separation](images/results-k.png)\n\n"
+        "![Top-1 against transfer, all rows, with standard errors](images/results-front.png)"
+    )
+
+
+def write(page: Path, blocks: dict[str, str]) -> None:
+    """Put each block between its marks, <!-- study:NAME --> and <!-- /study -->, where the page has them."""
+    text = page.read_text()
+    for name, block in blocks.items():
+        marks = rf"(<!-- study:{name} -->\n).*?(<!-- /study -->)"
+        filled = block.replace("\\", r"\\")
+        text = re.sub(marks, rf"\g<1>{filled}\n\g<2>", text, flags=re.DOTALL)
+    page.write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results.jsonl")
+    parser.add_argument("--pages", type=Path, nargs="+", default=[ROOT / "docs" / "results.md", ROOT / "README.md"])
+    parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides", help="as given to run")
+    args = parser.parse_args()
+    study = Study(read(args.results), args.overrides)
+    blocks = {
+        "about": about(study),
+        "claims": claims_table(study),
+        "goal": goal(study),
+        "rows": rows_table(study),
+        "settings": settings_table(study),
+        "summary": summary(study),
+        "pictures": pictures(study, args.images),
+    }
+    for page in args.pages:
+        write(page, blocks)
+    print(blocks["about"], blocks["claims"], blocks["goal"], sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

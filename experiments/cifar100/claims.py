@@ -1,0 +1,210 @@
+"""The claims, the comparisons that decide them, and the rule by which they do.
+
+Of a difference of means the 95 % interval is Welch's, of a trend that of the slope of a regression on log2 k, a point a
+run. A part of a claim holds if its interval lies on the claimed side of 0, fails if it lies on the other side, and is
+undecided otherwise; "alike" means that the interval lies within 0.5 points. A claim holds if all of its parts hold, and
+does not if one fails. Fewer than three seeds, and it is not yet run.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from experiments.cifar100.plan import HEADS, KS, SETS, TUNE, Job, Lines, best, plan
+from grassy import paper
+
+FEWEST = 3
+ALIKE = 0.5
+NOT_YET = "not yet run"
+UNITS = {"top1": "top-1", "transfer": "transfer", "variability": "variability", "r2": "R²"}
+#: As the paper has them, on the training images.
+NAMES = {"variability": "variability_train", "r2": "r2_train"}
+
+
+class Interval(NamedTuple):
+    """An estimate and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        digits = 2 if max(map(abs, self)) >= 0.1 else 3
+        return f"{self.mean:+.{digits}f} [{self.low:+.{digits}f}, {self.high:+.{digits}f}]"
+
+
+def difference(a: Sequence[float], b: Sequence[float]) -> Interval:
+    """Of the means of two samples, by Welch's t."""
+    from scipy.stats import t
+
+    parts = [statistics.variance(values) / len(values) for values in (a, b)]
+    mean, error = statistics.mean(a) - statistics.mean(b), math.sqrt(sum(parts))
+    if error == 0:
+        return Interval(mean, mean, mean)
+    freedom = sum(parts) ** 2 / sum(part**2 / (len(v) - 1) for part, v in zip(parts, (a, b), strict=True))
+    half = float(t.ppf(0.975, freedom)) * error
+    return Interval(mean, mean - half, mean + half)
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> Interval:
+    """Of a straight line through the points."""
+    from scipy.stats import linregress, t
+
+    line = linregress(x, y)
+    half = float(t.ppf(0.975, len(x) - 2) * line.stderr)
+    return Interval(float(line.slope), float(line.slope) - half, float(line.slope) + half)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One comparison of a claim. side: "+" or "-" is what the claim says, "=" that it is alike, "" beside the claim."""
+
+    text: str
+    interval: Interval | None
+    side: str
+
+    def verdict(self) -> str:
+        if self.interval is None:
+            return NOT_YET
+        _, low, high = self.interval
+        if self.side == "=":
+            inside, outside = low > -ALIKE and high < ALIKE, low > ALIKE or high < -ALIKE
+            return "holds" if inside else "does not hold" if outside else "undecided"
+        if self.side == "-":
+            low, high = -high, -low
+        return "holds" if low > 0 else "does not hold" if high < 0 else "undecided"
+
+    def __str__(self) -> str:
+        beside = "" if self.side else " (beside the claim)"
+        return f"{self.text}: {NOT_YET if self.interval is None else self.interval}{beside}"
+
+
+def verdict(parts: Sequence[Part]) -> str:
+    """Of a claim, by those of its parts."""
+    found = [part.verdict() for part in parts if part.side]
+    for word in (NOT_YET, "does not hold", "undecided"):
+        if word in found:
+            return word
+    return "holds"
+
+
+@dataclass
+class Study:
+    """The lines of a file of results that belong to the plan."""
+
+    lines: Lines
+    overrides: Sequence[str] = ()
+    runs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # of the final stage, by row
+    jobs: dict[str, Job] = field(default_factory=dict)  # one of each row
+    chosen: dict[str, Job | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        jobs = plan(self.lines, self.overrides)
+        for name in HEADS:
+            self.chosen[name] = best([job for job in jobs if (job.stage, job.row) == (TUNE, name)], self.lines)
+        for job in jobs:
+            if job.stage == TUNE:
+                continue
+            self.runs.setdefault(job.row, [])
+            self.jobs.setdefault(job.row, job)
+            line = self.lines.get(job.key) if job.base else None
+            if line is not None and "error" not in line:
+                self.runs[job.row].append(line)
+
+    def values(self, row: str, metric: str) -> list[float]:
+        found = []
+        for line in self.runs.get(row, []):
+            value = line["transfer"].get(metric) if metric in SETS else line.get(NAMES.get(metric, metric))
+            if metric == "transfer":
+                value = statistics.mean(line["transfer"].values())
+            found += [] if value is None else [value]
+        return found
+
+    def gap(self, row: str, other: str, metric: str = "top1", side: str = "+") -> Part:
+        a, b = self.values(row, metric), self.values(other, metric)
+        known = min(len(a), len(b)) >= FEWEST
+        return Part(f"{UNITS[metric]}, {row} − {other}", difference(a, b) if known else None, side)
+
+    def trend(self, metric: str, ks: Sequence[int], side: str) -> Part:
+        points = [(math.log2(k), value) for k in ks for value in self.values(f"grassmann-{k}", metric)]
+        known = all(len(self.values(f"grassmann-{k}", metric)) >= FEWEST for k in ks)
+        text = f"{UNITS[metric]} a doubling of k, {ks[0]} to {ks[-1]}"
+        return Part(text, slope(*zip(*points, strict=True)) if known else None, side)
+
+    def show(self, row: str, metric: str, digits: int = 2) -> str:
+        values = self.values(row, metric)
+        if len(values) < 2:
+            return f"{values[0]:.{digits}f}" if values else "–"
+        error = statistics.stdev(values) / math.sqrt(len(values))
+        return f"{statistics.mean(values):.{digits}f} ± {error:.{digits}f}"
+
+
+# ------------------------------------------------------------------------------------------------ claims
+
+
+def claims(study: Study) -> list[tuple[str, str, list[Part]]]:
+    """What is claimed, the paper's figures (ResNet50-D, ImageNet-1K), and the comparisons that decide it here."""
+    others = ("cosine", "arcface", "multi", "softtriple", "subcenter-arcface")
+    g, s, gap, trend = "grassmann-8", "softmax", study.gap, study.trend
+    sweep = [f"grassmann{'' if k == 8 else f'-k{k}'}" for k in (1, 4, 8, 16, 32)]
+
+    def figures(name: str, *rows: str) -> str:
+        found = [paper.figures(f"resnet50d-{row}")[name] for row in rows]
+        return ", ".join(str(value["average"] if isinstance(value, dict) else value) for value in found)
+
+    return [
+        ("k = 8 beats softmax in top-1", f"{figures('top1', 'grassmann', 'linear')}", [gap(g, s)]),
+        (
+            "k = 8 beats cosine, ArcFace, MultiFC, SoftTriple and sub-centre ArcFace",
+            f"{figures('top1', 'grassmann')} against {figures('top1', *others)}",
+            [gap(g, other) for other in others],
+        ),
+        (
+            "top-1 rises and then falls with k",
+            f"k = 1, 4, 8, 16, 32: {figures('top1', *sweep)}",
+            [trend("top1", KS[:4], "+"), trend("top1", KS[3:], "-")],
+        ),
+        (
+            "intra-class variability grows with k",
+            f"k = 1, 4, 8, 16, 32: {figures('variability', *sweep)}; softmax {figures('variability', 'linear')}",
+            [trend("variability", KS, "+")],
+        ),
+        (
+            "R² falls with k",
+            f"k = 1, 4, 8, 16, 32: {figures('r2', *sweep)}; softmax {figures('r2', 'linear')}",
+            [trend("r2", KS, "-")],
+        ),
+        (
+            "transfer grows with k and passes softmax",
+            f"k = 1, 4, 8, 16, 32: {figures('svm', *sweep)}; softmax {figures('svm', 'linear')}",
+            [trend("transfer", KS, "+"), gap("grassmann-32", s, "transfer")],
+        ),
+        (
+            "normalising features matters",
+            f"k = 1: {figures('top1', 'grassmann-k1', 'grassmann-k1-unnormalized')}; "
+            f"k = 8: {figures('top1', 'grassmann', 'grassmann-unnormalized')}",
+            [gap("grassmann-1", "grassmann-1-unnormalized"), gap(g, "grassmann-8-unnormalized")],
+        ),
+        (
+            "Riemannian SGD beats plain SGD on the subspaces",
+            figures("top1", "grassmann", "grassmann-plain-sgd"),
+            [gap(g, "grassmann-8-plain-sgd")],
+        ),
+        (
+            "geodesic and qf retraction are alike",
+            figures("top1", "grassmann", "grassmann-qf"),
+            [gap(g, "grassmann-8-qf", side="=")],
+        ),
+        (
+            "joint training is essential: on frozen softmax features a new head gains little, fine-tuning all gains",
+            f"softmax, head, all: {figures('top1', 'linear', 'finetune-head-grassmann', 'finetune-all-grassmann')}",
+            [
+                gap("finetune-all", s),
+                gap("finetune-all", "finetune-head"),
+                gap("finetune-head", s, side=""),
+                gap("finetune-all", "finetune-softmax", side=""),
+            ],
+        ),
+    ]

@@ -1,0 +1,269 @@
+"""The jobs of the study, in the order in which they run: settings are data, and what was found decides what follows.
+
+`tune`: eight trials of 20 epochs a head on 45,000 images, judged on the 5,000 others of the training set.
+`final`: 60 epochs on all 50,000 with the settings so chosen and fresh seeds, measured on the test set.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grassy.training.recipe import Recipe, load_recipe
+
+TUNE, FINAL = "tune", "final"
+EPOCHS = {TUNE: 20, FINAL: 60}
+TUNE_SEED, HELD_OUT_SEED = 0, 0
+SEEDS, MORE_SEEDS = range(100, 103), range(100, 105)
+HELD_OUT = 0.1  # of the training images
+SETS = ("cifar10", "flowers", "pets")
+KS = (1, 2, 4, 8, 16, 32)
+#: Changes when lines of results.jsonl no longer mean what they meant.
+VERSION = 1
+
+#: All pairs of three learning rates and three weight decays but the most violent one: the trials of a head without a
+#: scale. Others have four trials of their scale in the middle, and with the best of them the four pairs beside it.
+MIDDLE = (0.1, 1e-3)
+PAIRS = tuple((lr, decay) for lr in (0.05, 0.1, 0.2) for decay in (5e-4, 1e-3, 2e-3) if (lr, decay) != (0.2, 2e-3))
+BESIDE = ((0.05, 1e-3), (0.2, 1e-3), (0.1, 5e-4), (0.1, 2e-3))
+
+
+def _options(*names: str, values: Iterable[Sequence[float]]) -> tuple[dict[str, float], ...]:
+    return tuple(dict(zip(names, each, strict=True)) for each in values)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A head that gets its eight trials: a recipe, what differs from it, and the values of its own scale to try."""
+
+    recipe: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    scales: tuple[dict[str, float], ...] = ()
+
+
+_MARGINS = _options("head.scale", "head.margin", values=[(64, 0.5), (32, 0.1), (25, 0.1), (16, 0.1)])
+_GAMMAS = _options("head.gamma", values=[(12,), (16,), (20,), (25,)])
+_SPECTRAL = _options("head.gamma", "head_lr", values=[(16, 0.01), (16, 0.03), (20, 0.01), (20, 0.03)])
+_STANDARD = {"head.standardize": True}
+_PREFIX = "cifar100-resnet18-"
+HEADS = {
+    "softmax": Tuned(f"{_PREFIX}linear"),
+    "softmax-std": Tuned(f"{_PREFIX}linear", _STANDARD),
+    "cosine": Tuned(f"{_PREFIX}cosine", {}, _options("head.scale", values=[(10,), (16,), (25,), (40,)])),
+    "arcface": Tuned(f"{_PREFIX}arcface", {}, _MARGINS),
+    "multi": Tuned(f"{_PREFIX}multi"),
+    "softtriple": Tuned(f"{_PREFIX}softtriple", {}, _options("head.scale", values=[(10,), (16,), (20,), (30,)])),
+    "subcenter-arcface": Tuned(f"{_PREFIX}subcenter-arcface", {}, _MARGINS),
+    "grassmann-8": Tuned(f"{_PREFIX}grassmann", {}, _GAMMAS),
+    "grassmann-8-std": Tuned(f"{_PREFIX}grassmann", _STANDARD, _GAMMAS),
+    "grassmann-16-std": Tuned(f"{_PREFIX}grassmann-k16", _STANDARD, _GAMMAS),
+    "grassmann-16-std-spectral": Tuned(f"{_PREFIX}grassmann-k16", {**_STANDARD, "direction": "spectral"}, _SPECTRAL),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row without trials of its own: it has the settings of a tuned head, but for what it is about."""
+
+    of: str
+    changes: dict[str, Any]
+    start: str = ""  # the row whose weights of the same seed it begins with
+
+
+VARIANTS = {
+    **{f"grassmann-{k}": Variant("grassmann-8", {"head.k": k}) for k in KS if k != 8},
+    "grassmann-1-unnormalized": Variant("grassmann-8", {"head.k": 1, "head.normalize": False}),
+    "grassmann-8-unnormalized": Variant("grassmann-8", {"head.normalize": False}),
+    "grassmann-8-plain-sgd": Variant("grassmann-8", {"head.riemannian": False}),
+    "grassmann-8-qf": Variant("grassmann-8", {"retraction": "qf"}),
+    "finetune-head": Variant("grassmann-8", {"freeze": True}, start="softmax"),
+    "finetune-all": Variant("grassmann-8", {}, start="softmax"),
+    "finetune-softmax": Variant("softmax", {}, start="softmax"),
+}
+#: Rows that others begin with.
+STARTS = {variant.start for variant in VARIANTS.values() if variant.start}
+#: The softmax heads and the Grassmann heads of which those with the best held-out top-1 are the contestants.
+SIDES = (("softmax", "softmax-std"), tuple(name for name in HEADS if name.startswith("grassmann")))
+#: Rows that several claims or an equivalence rest on; the contestants are added.
+FIVE_SEEDS = ("softmax", "grassmann-8", "grassmann-8-qf")
+#: The rows of `final`; those that begin with the weights of softmax right after it, while these are there.
+ROWS = ("softmax", *(name for name in VARIANTS if VARIANTS[name].start), *(name for name in HEADS if name != "softmax"))
+ROWS += tuple(name for name in VARIANTS if not VARIANTS[name].start)
+
+#: Seconds an epoch, and beside the epochs, on an H200; of a row that is not captured in a CUDA graph, so much more.
+EPOCH_SECONDS, OTHER_SECONDS = 0.8, 12.0
+SLOWER = {"grassmann-8-qf": 4.0, "grassmann-16-std-spectral": 1.3}
+
+Lines = dict[str, dict[str, Any]]  # of results.jsonl, by key
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a recipe of grassy's and what is changed in it, or neither while that depends on trials to be made."""
+
+    stage: str
+    row: str
+    number: int  # of the trial, or the seed
+    base: str = ""
+    changes: dict[str, Any] = field(default_factory=dict)
+    start: "Job | None" = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage}/{self.row}/{self.number}"
+
+    @property
+    def recipe(self) -> Recipe | None:
+        return _recipe(self.base, json.dumps(self.changes)) if self.base else None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the recipe says beyond the defaults of recipes, without what changes nothing about the result.
+
+        The rest is left out so that a new field of recipes does not make all runs new ones.
+        """
+        assert self.recipe is not None
+        skip = ("description", "paper", "seed", "val_interval", "checkpoint_interval")
+        own, defaults = self.recipe.to_dict(), _defaults()
+        changed = {name for name in own if own[name] != defaults[name]} | {"head", "lr", "weight_decay", "epochs"}
+        return {name: own[name] for name in own if name in changed and name not in skip}
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Of the stage, the data it trains on, all settings, the seed, and the run it begins with."""
+        assert self.recipe is not None
+        start = self.start.key if self.start else None
+        facts = [VERSION, self.stage, HELD_OUT, HELD_OUT_SEED, self.settings, self.recipe.seed, start]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read(path: Path) -> Lines:
+    """The lines of a file of results by key, of one key the last; a line cut short by a crash does not count."""
+    lines: Lines = {}
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        lines[line["key"]] = line
+    return lines
+
+
+def plan(lines: Lines, overrides: Sequence[str] = ()) -> list[Job]:
+    """All jobs, as far as the results so far decide them. overrides: key=value, of every recipe."""
+    trials = {name: _trials(name, lines, overrides) for name in HEADS}
+    jobs = [job for each in trials.values() for job in each]
+    chosen = {name: best(each, lines) for name, each in trials.items()}
+    winners = contestants(chosen, lines)
+    for seed in MORE_SEEDS:
+        done: dict[str, Job] = {}
+        for row in ROWS:
+            if seed in SEEDS or row in FIVE_SEEDS or row in winners:
+                done[row] = _final(row, seed, chosen, done, overrides)
+                jobs.append(done[row])
+    return jobs
+
+
+def best(trials: Sequence[Job], lines: Lines) -> Job | None:
+    """The trial with the best held-out top-1, of equal ones the first; None before all are made, or if all failed."""
+    if any(not job.base or job.key not in lines for job in trials):
+        return None
+    scores = {job.name: lines[job.key].get("top1") for job in trials}
+    good = [job for job in trials if scores[job.name] is not None]
+    return max(good, key=lambda job: scores[job.name], default=None)
+
+
+def contestants(chosen: dict[str, Job | None], lines: Lines) -> list[str]:
+    """Of the softmax heads and of the Grassmann heads the one with the best held-out top-1, if all are tuned."""
+    winners = []
+    for side in SIDES:
+        found = {name: job for name in side if (job := chosen[name]) is not None}
+        if len(found) == len(side):
+            winners.append(max(found, key=lambda name: lines[found[name].key]["top1"]))
+    return winners
+
+
+def _trials(name: str, lines: Lines, overrides: Sequence[str]) -> list[Job]:
+    head = HEADS[name]
+
+    def job(number: int, pair: tuple[float, float], scale: dict[str, float]) -> Job:
+        changes = {**head.changes, **scale, "lr": pair[0], "weight_decay": pair[1]}
+        return _job(TUNE, name, number, head.recipe, changes, TUNE_SEED, overrides)
+
+    if not head.scales:
+        return [job(number, pair, {}) for number, pair in enumerate(PAIRS, 1)]
+    first = [job(number, MIDDLE, scale) for number, scale in enumerate(head.scales, 1)]
+    winner = best(first, lines)
+    numbers = range(len(first) + 1, len(first) + len(BESIDE) + 1)
+    if winner is None:
+        return first + [Job(TUNE, name, number) for number in numbers]
+    scale = head.scales[winner.number - 1]
+    return first + [job(number, pair, scale) for number, pair in zip(numbers, BESIDE, strict=True)]
+
+
+def _final(row: str, seed: int, chosen: dict[str, Job | None], others: dict[str, Job], overrides: Sequence[str]) -> Job:
+    variant = VARIANTS.get(row, Variant(row, {}))
+    source, start = chosen[variant.of], others.get(variant.start)
+    if source is None or (variant.start and (start is None or not start.base)):
+        return Job(FINAL, row, seed)
+    changes = {**source.changes, **variant.changes}
+    if variant.start:
+        changes["initial_checkpoint"] = "START"  # the place of the weights is known when the job runs
+    return _job(FINAL, row, seed, source.base, changes, seed, overrides, start)
+
+
+def _job(
+    stage: str,
+    row: str,
+    number: int,
+    base: str,
+    changes: dict[str, Any],
+    seed: int,
+    overrides: Sequence[str],
+    start: Job | None = None,
+) -> Job:
+    changes = {**changes, "seed": seed, "epochs": EPOCHS[stage], **_parsed(tuple(overrides))}
+    # Looked at once, at the end: nothing is chosen by the epoch.
+    changes |= {"val_interval": changes["epochs"], "checkpoint_interval": 1e6}
+    return Job(stage, row, number, base, changes, start)
+
+
+@functools.cache
+def _recipe(base: str, changes: str) -> Recipe:
+    return load_recipe(base).changed(json.loads(changes))
+
+
+@functools.cache
+def _parsed(overrides: tuple[str, ...]) -> dict[str, Any]:
+    import yaml
+
+    pairs = (override.partition("=") for override in overrides)
+    return {key: yaml.safe_load(value) for key, _, value in pairs}
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return Recipe().to_dict()
+
+
+def seconds(job: Job, lines: Lines, hardware: str | None = None) -> float:
+    """How long a job should take: as the slowest of its row did, or else guessed from others, or from an H200."""
+    known = [line for line in lines.values() if "top1" in line and hardware in (None, line["device"])]
+    same = [line["seconds"] for line in known if (line["stage"], line["row"]) == (job.stage, job.row)]
+    if same:
+        return max(same)
+    epochs = job.changes.get("epochs", EPOCHS[job.stage])
+    guess = EPOCH_SECONDS * epochs * SLOWER.get(job.row, 1.0) + OTHER_SECONDS
+    alike = sorted(line["seconds"] for line in known if line["stage"] == job.stage)
+    return max(guess, alike[len(alike) // 2]) if alike else guess
+
+
+def to_do(jobs: Iterable[Job], lines: Lines, retry: bool = False) -> Iterator[Job]:
+    """Jobs without a line, or, to retry, with one that tells of a failure; also those that cannot begin yet."""
+    for job in jobs:
+        line = lines.get(job.key) if job.base else None
+        if line is None or (retry and "error" in line):
+            yield job

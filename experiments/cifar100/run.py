@@ -1,0 +1,266 @@
+"""Do the jobs of the study that have no line in the results yet. See README.md beside this file.
+
+    python -m experiments.cifar100.run --data-dir DIR --minutes 8
+    python -m experiments.cifar100.run --list
+
+Each job trains, measures its weights in the same process and appends one line of numbers; weights are then deleted.
+"""
+
+import argparse
+import fnmatch
+import functools
+import gc
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.cifar100.measure import Lab, View, check, write_arrays
+from experiments.cifar100.plan import FINAL, STARTS, TUNE, Job, Lines, plan, read, seconds, to_do
+from grassy.training.checkpoint import LAST
+from grassy.training.distributed import find_device
+from grassy.training.journal import environment
+from grassy.training.loop import TrainingStopped, train
+
+HERE = Path(__file__).parent
+#: What a job may take longer than it should: a share, and seconds.
+LATE, SLACK = 0.15, 10.0
+#: So many failures in a row that are not the settings' fault: something is wrong here, a GPU that is lost perhaps.
+TOO_MANY = 3
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where things are."""
+
+    scratch: Path
+    device: str
+    keep: bool = False
+
+
+def do(job: Job, place: Place) -> dict[str, Any]:
+    """One job: the line of results that it leaves, with the error if it failed."""
+    assert job.recipe is not None
+    begin, device = time.monotonic(), find_device(place.device)
+    facts = {"stage": job.stage, "row": job.row, "number": job.number, "seed": job.recipe.seed}
+    line = {"key": job.key, **facts, "settings": job.settings, "start": job.start.key if job.start else None}
+    try:
+        _keep_or_drop_compiled_code(job, device)
+        line |= _train_and_measure(job, place)
+    except (ValueError, TypeError, RuntimeError, OSError, ArithmeticError) as error:
+        line["diverged"] = isinstance(error, TrainingStopped)
+        line["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    finally:
+        if device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+    started = datetime.now(UTC) - timedelta(seconds=time.monotonic() - begin)
+    times = {"seconds": round(time.monotonic() - begin, 2), "started": started.isoformat(timespec="seconds")}
+    return {**line, **_machine(place.device), **times}
+
+
+_compiled_for: list[Any] = []
+
+
+def _keep_or_drop_compiled_code(job: Job, device: torch.device) -> None:
+    """Jobs with the same model share compiled code. For another one it is dropped: of a number that differs, such as
+    gamma, dynamo would make a variable, and after eight models in one process it would give up.
+    """
+    recipe = job.recipe
+    assert recipe is not None
+    model = [recipe.model, recipe.model_kwargs, recipe.head, recipe.freeze, recipe.batch_size]
+    if device.type == "cuda" and model != _compiled_for:
+        torch._dynamo.reset()
+        _compiled_for[:] = model
+
+
+@functools.cache
+def _machine(device: str) -> dict[str, Any]:
+    """Versions, commit and hardware; asking git takes longer than one would like for every job."""
+    return environment(find_device(device))
+
+
+def _train_and_measure(job: Job, place: Place) -> dict[str, Any]:
+    assert job.recipe is not None
+    folder = place.scratch / "runs" / job.key
+    row = _trained(job, place, folder)
+    # The last weights, never the best ones, which would be chosen on the images that they are judged by.
+    measures = _lab(place).measure(folder / LAST, job.recipe, job.stage)
+    if not place.keep:
+        shutil.rmtree(folder)
+    names = {"eval_top1": "top1", "eval_top5": "top5", "eval_loss": "loss", "train_loss": "train_loss"}
+    names |= {"eval_effective_rank": "effective_rank", "seconds": "seconds_last_epoch"}
+    found = {new: row[old] for old, new in names.items()} | measures
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in found.items()}
+
+
+def _trained(job: Job, place: Place, folder: Path) -> dict[str, Any]:
+    """Train into a folder; the row of the last epoch."""
+    recipe = job.recipe
+    assert recipe is not None
+    if job.start is not None:
+        start = _start_file(job.start, place)
+        if not start.exists():
+            _trained(job.start, place, beside := folder.with_name(f"{folder.name}-start"))
+            shutil.rmtree(beside)
+        recipe = recipe.changed({"initial_checkpoint": str(start)})
+    shutil.rmtree(folder, ignore_errors=True)  # of a job that was cut short
+    state = train(recipe, place.scratch / "data" / job.stage, folder, device=place.device, quiet=True)
+    if state.stopped_by is not None:
+        raise KeyboardInterrupt
+    if job.stage == FINAL and job.row in STARTS:
+        start = _start_file(job, place)
+        start.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / LAST, part := f"{start}.{os.getpid()}")
+        os.replace(part, start)
+    return state.rows[-1]
+
+
+def _start_file(job: Job, place: Place) -> Path:
+    """Where the weights of a run are kept that others begin with."""
+    return place.scratch / "starts" / f"{job.key}.safetensors"
+
+
+@functools.cache
+def _lab(place: Place) -> Lab:
+    """The images to measure on, read once a process."""
+    return Lab.open(place.scratch / "data", find_device(place.device))
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    """One line, on the disk when this returns; after half a line of a crash, on a line of its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        file.seek(0, os.SEEK_END)
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            whole = file.read(1) == b"\n"
+        else:
+            whole = True
+        file.write((b"" if whole else b"\n") + json.dumps(line, allow_nan=False).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class InThisProcess(Executor):
+    """Runs what is submitted at once."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*args, **options))
+        return future
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, help="folder with cifar100, cifar10, flowers, pets, or torchvision's")
+    parser.add_argument("--results", type=Path, default=HERE / "results.jsonl")
+    parser.add_argument("--scratch", type=Path, default=Path("runs/cifar100"), help="for data and weights")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing that would take longer")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once; on one GPU they gain nothing")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="rows, such as 'grassmann-*'")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides", help="for all recipes")
+    parser.add_argument("--retry", action="store_true", help="what failed, too")
+    parser.add_argument("--keep", action="store_true", help="the folders of the runs, in SCRATCH/runs")
+    parser.add_argument("--list", action="store_true", help="print the plan and how long it will take, and stop")
+    args = parser.parse_args()
+    begin, lines = time.monotonic(), read(args.results)
+    if args.list:
+        return list_jobs(args, lines)
+    if args.data_dir is None:
+        parser.error("where are the images? give --data-dir")
+    try:
+        check(args.data_dir)
+    except ValueError as error:
+        parser.error(str(error))
+    place = Place(args.scratch.resolve(), args.device, args.keep)
+    hardware = _machine(args.device)["device"]
+    first = next((job for job in remaining(args, lines) if job.base), None)
+    if first is not None and first.recipe is not None:
+        write_arrays(args.data_dir.resolve(), place.scratch / "data", View.of(first.recipe))
+    running: dict[Future[Any], Job] = {}
+    spawn = multiprocessing.get_context("spawn")
+    attempted: set[str] = set()
+    failures = 0
+    with InThisProcess() if args.jobs == 1 else ProcessPoolExecutor(args.jobs, spawn) as pool:
+        while failures < TOO_MANY:
+            left = 60 * args.minutes - (time.monotonic() - begin)
+            for job in remaining(args, lines):
+                if len(running) >= args.jobs:
+                    break
+                if not job.base or job.key in attempted:
+                    continue
+                if (1 + LATE) * expected(job, lines, hardware, place) + SLACK < left or math.isinf(left):
+                    attempted.add(job.key)
+                    running[pool.submit(do, job, place)] = job
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job, line = running.pop(future), future.result()
+                append(args.results, line)
+                lines[job.key] = line
+                report(job, line, args, lines, hardware, begin)
+                failures = failures + 1 if "error" in line and not line["diverged"] else 0
+    rest = list(remaining(args, lines))
+    late = (
+        f"{len(rest)} jobs remain, about {minutes(rest, lines, hardware):.0f} minutes" if rest else "all jobs are done"
+    )
+    print(f"{late}; results in {args.results}", flush=True)
+
+
+def remaining(args: argparse.Namespace, lines: Lines) -> list[Job]:
+    jobs = to_do(plan(lines, args.overrides), lines, args.retry)
+    return [job for job in jobs if any(fnmatch.fnmatch(job.row, pattern) for pattern in args.only)]
+
+
+def expected(job: Job, lines: Lines, hardware: str | None, place: Place) -> float:
+    """Seconds of a job, with those of the run that it begins with, if its weights are not there."""
+    before = 0.0 if job.start is None or _start_file(job.start, place).exists() else seconds(job.start, lines, hardware)
+    return before + seconds(job, lines, hardware)
+
+
+def minutes(jobs: list[Job], lines: Lines, hardware: str | None = None) -> float:
+    return sum(seconds(job, lines, hardware) for job in jobs) / 60
+
+
+def report(job: Job, line: dict[str, Any], args: argparse.Namespace, lines: Lines, hardware: str, begin: float) -> None:
+    rest = list(remaining(args, lines))
+    said = f"failed: {line['error']}" if "error" in line else f"top-1 {line['top1']:.2f}"
+    if transfer := line.get("transfer"):
+        said += f", transfer {sum(transfer.values()) / len(transfer):.2f}"
+    spent = (time.monotonic() - begin) / 60
+    limit = "" if math.isinf(args.minutes) else f" of {args.minutes:g}"
+    go = f"{len(rest)} jobs, about {minutes(rest, lines, hardware):.0f} min, to go"
+    print(f"{job.name}: {said}, {line['seconds']:.0f} s; {spent:.1f}{limit} min spent, {go}", flush=True)
+
+
+def list_jobs(args: argparse.Namespace, lines: Lines) -> None:
+    """Every job: done, failed, to do, or waiting for trials to decide its settings."""
+    jobs = [job for job in plan(lines, args.overrides) if any(fnmatch.fnmatch(job.row, each) for each in args.only)]
+    for job in jobs:
+        line = lines.get(job.key) if job.base else None
+        state = "waits" if not job.base else "to do" if line is None else "FAILED" if "error" in line else "done"
+        print(f"{state:6} {job.name:42} {seconds(job, lines):6.0f} s")
+    for stage in (TUNE, FINAL):
+        rest = [job for job in to_do(jobs, lines) if job.stage == stage]
+        of = sum(job.stage == stage for job in jobs)
+        print(f"{stage}: {len(rest)} of {of} jobs to do, about {minutes(rest, lines):.0f} minutes")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)  # the job that was running has no line and is done again the next time

@@ -1,0 +1,260 @@
+"""The study of CIFAR-100, small: it tunes, runs, resumes and answers; and its statistics are right."""
+
+import json
+import statistics
+import sys
+
+import numpy as np
+import pytest
+import torch
+from experiments.cifar100 import answer, measure, run
+from experiments.cifar100.claims import NOT_YET, Interval, Part, Study, difference, slope, verdict
+from experiments.cifar100.plan import FINAL, HEADS, ROWS, TUNE, plan, read, seconds
+
+from grassy.training import features
+from grassy.training.feature_models import open_model
+from grassy.transfer.protocol import transfer
+from training_cases import tiny_arrays
+
+TINY = ["model_kwargs={channels: [4, 4, 8, 16]}", "img_size=8", "batch_size=16", "epochs=1", "warmup_epochs=0"]
+ROWS_RUN = ["softmax", "grassmann-8", "grassmann-4", "finetune-head"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for name, size in (("cifar100", 8), ("cifar10", 8), ("flowers", 8), ("pets64", 12)):
+        tiny_arrays(folder / name, images=60, classes=3, size=size)
+    tiny_arrays(folder / "more", images=30, classes=3, seed=1)
+    (folder / "more" / "train.npz").rename(folder / "flowers" / "val.npz")
+    return folder
+
+
+def call(monkeypatch, module, *words):
+    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, words)])
+    module.main()
+
+
+def invented(jobs, lines, top1, **more):
+    """Lines as if all jobs that can begin had run; top1: a function of the job."""
+    for job in jobs:
+        if job.base and job.key not in lines:
+            facts = {"stage": job.stage, "row": job.row, "number": job.number, "device": "cpu", "seconds": 1.0}
+            lines[job.key] = {"key": job.key, **facts, "top1": top1(job), **more}
+    return lines
+
+
+def all_invented(top1=lambda job: 50.0 + job.number % 7, **more):
+    lines = {}
+    for _ in range(3):  # first trials, second trials, final runs
+        invented(plan(lines), lines, top1, **more)
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------ end to end
+
+
+def test_the_study_tunes_runs_answers_and_resumes(data, tmp_path, monkeypatch, capsys):
+    results, page = tmp_path / "results.jsonl", tmp_path / "page.md"
+    where = ["--data-dir", data, "--results", results, "--scratch", tmp_path / "scratch", "--only", *ROWS_RUN]
+    call(monkeypatch, run, *where, "--set", *TINY)
+    lines = list(read(results).values())
+    assert [line.get("error") for line in lines] == [None] * len(lines)
+    assert sum(line["stage"] == TUNE for line in lines) == 16
+    final = {row: [line for line in lines if (line["stage"], line["row"]) == (FINAL, row)] for row in ROWS_RUN}
+    assert {row: len(each) for row, each in final.items()} == dict(zip(ROWS_RUN, (5, 5, 3, 3), strict=True))
+    for line in lines:
+        assert ("transfer" in line) == (line["stage"] == FINAL)  # test images only when nothing is left to choose
+        assert set(line["transfer_cv"]) == {"cifar10", "flowers", "pets"}
+        assert 0 < line["variability_train"] < 180
+        assert line["torch"] == torch.__version__
+    assert all(line["orthonormality_error"] < 1e-5 for line in final["grassmann-4"])
+    assert {line["start"] for line in final["finetune-head"]} <= {line["key"] for line in final["softmax"]}
+    assert not list((tmp_path / "scratch" / "runs").iterdir())  # numbers stay, weights do not
+
+    page.write_text(
+        "before\n<!-- study:claims -->\nold\n<!-- /study -->\n<!-- study:rows -->\n<!-- /study -->\nafter\n"
+    )
+    call(monkeypatch, answer, "--results", results, "--pages", page, "--images", tmp_path / "images", "--set", *TINY)
+    text = page.read_text()
+    assert (text[:7], text[-6:]) == ("before\n", "after\n")
+    assert "old" not in text
+    first = next(line for line in text.splitlines() if line.startswith("| 1 |"))
+    assert NOT_YET not in first
+    assert f"**{NOT_YET}**" in next(line for line in text.splitlines() if line.startswith("| 2 |"))
+    assert (tmp_path / "images" / "results-front.png").stat().st_size > 1000
+
+    before = results.read_bytes()
+    call(monkeypatch, run, *where, "--set", *TINY)
+    assert results.read_bytes() == before
+    assert "all jobs are done" in capsys.readouterr().out
+
+    where[-len(ROWS_RUN) :] = ["grassmann-4"]
+    call(monkeypatch, run, *where, "--minutes", 0.001, "--set", *TINY, "batch_size=20")  # waits for other trials
+    assert results.read_bytes() == before
+    where[-1] = "softmax"
+    call(monkeypatch, run, *where, "--minutes", 0.25, "--set", *TINY, "batch_size=20")
+    assert len(read(results)) > len(lines)  # another setting is another run
+    assert "jobs remain" in capsys.readouterr().out
+
+
+def test_features_and_transfer_are_those_of_grassy_transfer(data, tmp_path):
+    from grassy.training.loop import train
+
+    job = plan({}, TINY)[0]
+    train(job.recipe, data / "cifar100", tmp_path / "run", quiet=True)
+    view, device = measure.View.of(job.recipe), torch.device("cpu")
+    measure.write_arrays(data, tmp_path / "arrays", view)
+    lab = measure.Lab.open(tmp_path / "arrays", device)
+    found = lab.measure(tmp_path / "run" / "last.safetensors", job.recipe, FINAL)
+    model = open_model(str(tmp_path / "run" / "last.safetensors"))
+    extracted = features.extract(model, measure.find_set("pets", data).test, tmp_path / "cache", device, workers=0)
+    own = measure.features(model, lab.images["pets"]["test"][0], None)
+    torch.testing.assert_close(own, extracted.features)
+    report = transfer([model], ["cifar10", "flowers"], data, tmp_path / "cache", device, methods=["svm"], workers=0)
+    for result in report.results:
+        assert found["transfer"][result.dataset] == pytest.approx(result.accuracy)
+    assert len(lab.images["flowers"]["train"][1]) == 60 + 30  # train and val
+    assert measure.find_set("pets", data).metric == "mean_per_class"
+
+
+def test_a_failure_is_recorded_and_repeated_only_when_asked(data, tmp_path, monkeypatch):
+    results = tmp_path / "results.jsonl"
+    words = ["--data-dir", data, "--results", results, "--scratch", tmp_path / "scratch", "--only", "softmax"]
+
+    def fail(*_, **__):
+        raise RuntimeError("no\nluck")
+
+    def lines():
+        return [json.loads(line) for line in results.read_text().splitlines()]
+
+    monkeypatch.setattr(run, "train", fail)
+    call(monkeypatch, run, *words, "--set", *TINY)
+    assert [line["error"] for line in lines()] == ["RuntimeError: no luck"] * 3  # then it is not the settings' fault
+    call(monkeypatch, run, *words, "--set", *TINY)
+    assert [line["number"] for line in lines()] == [1, 2, 3, 4, 5, 6]
+    call(monkeypatch, run, *words, "--retry", "--set", *TINY)
+    assert [line["number"] for line in lines()[6:]] == [1, 2, 3]
+
+
+def test_nothing_begins_that_would_not_end_in_time(data, tmp_path, monkeypatch, capsys):
+    results = tmp_path / "results.jsonl"
+    call(monkeypatch, run, "--data-dir", data, "--results", results, "--scratch", tmp_path, "--minutes", 0.2)
+    assert not results.exists()
+    assert "jobs remain" in capsys.readouterr().out
+
+
+def test_a_line_cut_short_by_a_crash_is_ignored_and_left_alone(tmp_path):
+    path = tmp_path / "results.jsonl"
+    run.append(path, {"key": "a"})
+    with path.open("a") as file:
+        file.write('{"key": "b", "to')
+    run.append(path, {"key": "c"})
+    assert list(read(path)) == ["a", "c"]
+
+
+# ------------------------------------------------------------------------------------------------ the plan
+
+
+def test_every_head_has_eight_different_trials_and_every_row_its_seeds():
+    lines = all_invented()
+    jobs = plan(lines)
+    assert len({job.key for job in jobs}) == len(jobs)
+    for name in HEADS:
+        assert sum((job.stage, job.row) == (TUNE, name) for job in jobs) == 8
+    for row in ROWS:
+        seeds = [job.recipe.seed for job in jobs if (job.stage, job.row) == (FINAL, row)]
+        assert seeds[:3] == [100, 101, 102]
+        assert len(seeds) in (3, 5)
+
+
+def test_settings_are_chosen_by_the_held_out_score_alone():
+    def top1(job):
+        right = job.recipe.lr == 0.2 and job.recipe.weight_decay == 1e-3
+        return (
+            60 + 5 * right + 2 * (job.recipe.head.get("gamma") == 20) + (job.row in ("softmax-std", "grassmann-8-std"))
+        )
+
+    jobs = plan(all_invented(top1))
+    final = {job.row: job for job in jobs if job.stage == FINAL}
+    assert all(job.recipe.lr == 0.2 for job in final.values())
+    assert final["grassmann-32"].recipe.head == {"name": "grassmann", "k": 32, "gamma": 20}
+    assert final["finetune-all"].start.row == "softmax"
+    for row in ("softmax-std", "grassmann-8-std"):  # the contestants
+        assert sum((job.stage, job.row) == (FINAL, row) for job in jobs) == 5
+    assert all(job.recipe.epochs == (20 if job.stage == TUNE else 60) for job in jobs)
+
+
+def test_the_held_out_images_are_a_tenth_of_every_class():
+    labels = np.repeat(np.arange(5), 40)[np.random.default_rng(1).permutation(200)]
+    kept, held_out = measure.split(labels)
+    assert sorted([*kept, *held_out]) == list(range(200))
+    assert (np.bincount(labels[held_out]) == 4).all()
+
+
+def test_time_is_estimated_from_the_same_row_on_the_same_hardware():
+    lines = all_invented()
+    job = plan({})[0]
+    assert seconds(job, {}) == 20 * 0.8 + 12
+    assert seconds(job, lines, "cpu") == 1.0
+    assert seconds(job, lines, "a GPU") == seconds(job, {})
+
+
+# ------------------------------------------------------------------------------------------------ the answer
+
+
+def test_intervals_agree_with_scipy():
+    from scipy.stats import ttest_ind
+
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(1, 1, 5).tolist(), rng.normal(0, 2, 3).tolist()
+    low, high = ttest_ind(a, b, equal_var=False).confidence_interval()
+    assert difference(a, b) == pytest.approx((statistics.mean(a) - statistics.mean(b), low, high))
+    x = np.repeat([0.0, 1, 2], 3)
+    found = slope(x, 2 * x + rng.normal(0, 0.1, 9))
+    assert found.low < 2 < found.high
+    assert found.high - found.low < 0.5
+
+
+@pytest.mark.parametrize(
+    ("interval", "side", "expected"),
+    [
+        ((1, 0.5, 1.5), "+", "holds"),
+        ((1, 0.5, 1.5), "-", "does not hold"),
+        ((1, -0.5, 2.5), "+", "undecided"),
+        ((0.1, -0.2, 0.4), "=", "holds"),
+        ((0.1, -0.2, 0.6), "=", "undecided"),
+        ((1, 0.6, 1.4), "=", "does not hold"),
+    ],
+)
+def test_verdicts_follow_the_rule(interval, side, expected):
+    part = Part("", Interval(*interval), side)
+    assert part.verdict() == expected
+    assert verdict([part, Part("", None, "")]) == expected  # what stands beside a claim does not count
+    assert verdict([part, Part("", None, "+")]) == NOT_YET
+
+
+def test_a_claim_is_decided_by_the_runs(tmp_path):
+    noise = {100: 0.0, 101: 0.1, 102: -0.1, 103: 0.05, 104: -0.05}
+
+    def top1(job):
+        k = job.recipe.head.get("k", 0) if job.stage == FINAL else 0
+        return 70 + {0: 0, 1: 1, 2: 2, 4: 3, 8: 4, 16: 3, 32: 2}[k] + noise.get(job.number, 0)
+
+    def lines_with(transfer):
+        lines = all_invented(top1, variability_train=1.0, r2_train=0.5, started="2026-01-01", torch="2", grassy="0")
+        for line in lines.values():
+            line["transfer"] = {name: transfer(line) + noise.get(line["number"], 0) for name in measure.SETS}
+        return lines
+
+    study = Study(lines_with(lambda line: 60 + 4 * line["row"].startswith("grassmann")))
+    found = answer.claims_table(study).splitlines()[2:]
+    assert [line.split("**")[1] for line in found[:3]] == ["holds", "holds", "holds"]
+    assert "does not hold" not in found[3]  # nothing grows: neither holds nor fails
+    assert "**reached**" in answer.goal(study)
+    assert "**not reached**" in answer.goal(Study(lines_with(lambda line: 60)))
+    assert "grassy train cifar100-resnet18-grassmann head.gamma=12 lr=0.1 weight_decay=0.001" in answer.settings_table(
+        study
+    )
+    assert "74.00 ± 0.04" in answer.summary(study)
+    assert "images/results-k.png" in answer.pictures(study, tmp_path)
