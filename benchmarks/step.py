@@ -8,14 +8,13 @@ factorisations, which cannot be captured.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import captured, copy_bandwidth, machine, medians
+from benchmarks.gpu import captured, copy_bandwidth, machine, medians, need_gpu, save
 from grassy import geometry, ops
 
 LR, MOMENTUM = 1e-4, 0.9  # small, so that the subspaces stay where the gradient still points elsewhere
@@ -53,6 +52,7 @@ def measure(classes: int, k: int, n: int, bandwidth: float, peers: bool) -> dict
     if peers:
         s, ms, ds = (t.mT.contiguous() for t in (w, m, d))
         slow = medians({"svd": lambda: svd_step(s, ms, ds), "qr": lambda: s.copy_(torch.linalg.qr(s).Q)}, 3)
+        row["algorithm_1_parts_ms"] = slow
         row["algorithm_1_ms"] = slow["svd"] + slow["qr"] / 5
         row["algorithm_1_over_step"] = row["algorithm_1_ms"] / row["step_ms"]
     return row
@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="only the floor and grassy's own kernels")
     parser.add_argument("--output", type=Path, default=Path("runs/bench/step_gpu.json"))
     args = parser.parse_args()
+    need_gpu()
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: a copy runs at {bandwidth / 1e9:.2f} TB/s")
     result = {**machine(), "copy_bytes_per_ms": bandwidth, "rows": []}
@@ -75,8 +76,7 @@ def main() -> None:
         )
         print(f"{' x '.join(map(str, shape)):>16}: floor {1e3 * row['floor_ms']:.1f} us, {row['implementation']} "
               f"{row['step_over_floor']:.2f} x the floor ({times} us){peer}", flush=True)  # fmt: skip
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        save(result, args.output)
     print(f"Saved {args.output}")
 
 

@@ -59,8 +59,30 @@ def test_the_kernel_in_cuda_takes_all_options(shape):
     assert compare(w, d, None, "cuda")[0] < 1.5e-6
 
 
-def test_large_turns_are_taken_with_care():
-    w, d, m = case((5, 8, 256), scale=30.0)
+@pytest.mark.parametrize("transport", ["projection", "parallel"])
+@pytest.mark.parametrize("shape", [(5, 3, 129), (5, 8, 2048), (5, 16, 2048), (3, 17, 129), (3, 32, 2048)], ids=str)
+def test_small_turns_as_in_training(shape, transport):
+    w, d, m = case(shape)  # with this learning rate by less than a tenth of a radian: the polynomials of degree 2
+    distance, momentum, error = compare(w, d, m, "cuda", lr=5e-4, transport=transport)
+    assert distance < 1e-6
+    assert momentum < 3e-6
+    assert error < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(5, 1, 64), (5, 8, 64), (3, 32, 2048)], ids=str)
+def test_a_class_that_is_lost_already_is_left_alone_and_counted(shape):
+    w, d, m = case(shape)
+    w[2, 0, 0] = float("nan")
+    buffer = m.clone()
+    counts = ops.geodesic_step(w, d, buffer, 5e-4, 0.9, impl="cuda")
+    assert int(counts.skipped) == 2
+    assert torch.equal(buffer[1:3], m[1:3])
+    assert w[2].isnan().sum() == 1
+
+
+@pytest.mark.parametrize("shape", [(5, 8, 256), (5, 16, 2048), (3, 32, 2048)], ids=str)
+def test_large_turns_are_taken_with_care(shape):
+    w, d, m = case(shape, scale=30.0)
     distance, _, error = compare(w, d, m, "cuda")  # up to 64 radians, known to their rounding
     assert distance < 1e-4
     assert error < 1e-6
@@ -153,5 +175,9 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_work_to_others(monkeypatch)
 
     monkeypatch.setattr(cuda_step, "_kernel", fail)
     w = g.random_subspace(5, 16, 64, device="cuda")
-    assert "no such thing" in ops.explain(w)["cuda"]
-    assert ops.choose("auto", w) == "reference"
+    cuda_step._failure.cache_clear()
+    try:
+        assert "no such thing" in ops.explain(w)["cuda"]
+        assert ops.choose("auto", w) == "reference"
+    finally:
+        cuda_step._failure.cache_clear()

@@ -33,7 +33,7 @@ def run(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("name", ["head", "memory", "svd_qr", "drift", "iteration"])
+@pytest.mark.parametrize("name", ["step", "head", "memory", "svd_qr", "drift", "iteration"])
 def test_without_a_gpu_a_benchmark_says_so_in_one_sentence(name, run, tmp_path):
     with pytest.raises(SystemExit, match=r"^This benchmark needs a CUDA GPU, and torch finds none here\.$"):
         run(name)

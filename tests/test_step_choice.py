@@ -1,5 +1,7 @@
 """Which implementation of the step is taken, and how the CUDA kernel divides its work."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from grassy import geometry as g
 from grassy import ops
+from grassy.ops import cuda_step, nvrtc
 from grassy.ops.cuda_step import SOURCE, plan
 
 HOPPER, AMPERE, CONSUMER = (9, 0), (8, 0), (8, 6)
@@ -70,3 +73,108 @@ def test_a_step_that_is_to_be_skipped_changes_nothing(impl):
     assert int(counts.skipped) == int(counts.capped) == 0
     ops.geodesic_step(w, d, m, 0.1, 0.9, skip=torch.tensor(0.0), impl=impl)
     assert not torch.equal(w, before[0])
+
+
+def test_an_a100_takes_the_head_of_a_resnet():
+    chosen = plan(8, 2048, AMPERE)
+    assert chosen is not None
+    assert chosen.shared_bytes < 1024 * SHARED[AMPERE]
+    assert plan(8, 2048, CONSUMER) is None
+
+
+def test_no_more_is_asked_about_than_has_to_be(monkeypatch):
+    asked = []
+    monkeypatch.setattr(ops, "_order", lambda _: ["triton", "cuda", "reference"])
+    monkeypatch.setattr(ops, "_why_not", lambda name, _: asked.append(name))
+    assert ops.choose("auto", torch.empty(3, 2, 8)) == "triton"
+    assert asked == ["triton"]
+
+
+def test_a_kernel_that_cannot_be_compiled_is_tried_once(monkeypatch):
+    tries = []
+
+    def fail(*_):
+        tries.append(0)
+        raise RuntimeError("NVRTC: no such thing")
+
+    monkeypatch.setattr(cuda_step, "_kernel", fail)
+    cuda_step._failure.cache_clear()
+    for _ in range(3):
+        assert cuda_step._failure(plan(8, 64, HOPPER), torch.device("cuda", 0)) == "NVRTC: no such thing"
+    cuda_step._failure.cache_clear()
+    assert len(tries) == 1
+
+
+@pytest.fixture
+def compiler(monkeypatch, tmp_path):
+    """A stand-in for NVRTC and the driver: `compile()` gives the binary that is loaded, `runs` counts compilations."""
+
+    class Compiler:
+        runs = 0
+
+        def compile(self):
+            return nvrtc.compile_kernel("source", "step", {"ROWS": 8}, HOPPER)
+
+    found = Compiler()
+
+    def compiled(*_):
+        found.runs += 1
+        return b"binary"
+
+    def load(binary, _name):
+        if binary != b"binary":
+            raise RuntimeError("CUDA: device kernel image is invalid (200)")
+        return binary
+
+    monkeypatch.setenv("GRASSY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda *_: 0))
+    monkeypatch.setattr(nvrtc, "_compiled", compiled)
+    monkeypatch.setattr(nvrtc, "Kernel", load)
+    return found
+
+
+def test_what_has_been_compiled_is_kept_and_a_torn_file_is_replaced(compiler, tmp_path):
+    assert compiler.compile() == compiler.compile() == b"binary"
+    assert compiler.runs == 1
+    (file,) = (tmp_path / "cache").iterdir()
+    file.write_bytes(b"bin")
+    assert compiler.compile() == b"binary"
+    assert compiler.runs == 2
+    assert file.read_bytes() == b"binary"
+
+
+def test_without_a_place_for_the_cache_a_kernel_is_compiled_all_the_same(compiler, monkeypatch, tmp_path):
+    (tmp_path / "cache").write_text("a file, not a folder")
+    assert compiler.compile() == b"binary"
+    monkeypatch.delenv("GRASSY_CACHE")
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(nvrtc.Path, "home", homeless)
+    assert compiler.compile() == b"binary"
+
+
+def test_gradient_and_momentum_must_be_like_the_weight():
+    w = g.random_subspace(3, 2, 8)
+    with pytest.raises(ValueError, match=r"momentum of the weight's shape \(3, 2, 8\)"):
+        ops.geodesic_step(w, torch.zeros_like(w), torch.zeros(3, 1, 8), 0.1, 0.9)
+    with pytest.raises(ValueError, match="on meta"):
+        ops.geodesic_step(w, torch.zeros_like(w), torch.zeros_like(w, device="meta"), 0.1, 0.9)
+
+
+def test_numbers_on_the_host_are_not_left_to_a_kernel(monkeypatch):
+    found = []
+
+    class Kernel:
+        @staticmethod
+        def geodesic_step(weight, grad, buffer, lr, momentum, **_):
+            found.extend([lr, momentum])
+            return torch.zeros(2)
+
+    monkeypatch.setattr(ops, "choose", lambda *_: "cuda")
+    monkeypatch.setattr(ops, "_load", lambda _: Kernel)
+    w = torch.empty(3, 2, 8, device="meta")
+    ops.geodesic_step(w, w, w, torch.tensor(0.5), torch.tensor(0.25, dtype=torch.float64))
+    assert found == [0.5, 0.25]
+    assert all(isinstance(number, float) for number in found)

@@ -228,6 +228,17 @@ def test_what_kernels_do_not_take_is_left_to_autograd():
     )
 
 
+def test_functional_transforms_are_left_to_autograd():
+    x, weight, target = example(4, 5, 3, 7)
+    loss = functools.partial(ops.subspace_cross_entropy, weight=weight, target=target)
+    _, dx, _ = gradients(lambda x, _: loss(x), x, weight)
+    assert torch.allclose(torch.func.grad(loss)(x), dx, atol=1e-6)
+    along = torch.randn_like(x)
+    assert torch.allclose(torch.func.jvp(loss, (x,), (along,))[1], (dx * along).sum(), atol=1e-5)
+    each = functools.partial(ops.subspace_cross_entropy, weight=weight)
+    assert torch.allclose(torch.func.vmap(lambda x, t: each(x, target=t))(x, target).mean(), loss(x))
+
+
 def test_there_is_no_second_derivative():
     x, weight, target = example(4, 5, 3, 7)
     x.requires_grad_()
@@ -244,8 +255,9 @@ def test_bad_arguments_are_named():
     for wrong in (target[:3], torch.rand(4, 6), target.unsqueeze(-1)):
         with pytest.raises(ValueError, match="target of shape"):
             ops.subspace_cross_entropy(x, weight, wrong)
-    with pytest.raises(ValueError, match="features"):
-        ops.subspace_cross_entropy(x[:, :5], weight, target)
+    for features, classes in ((x[:, :5], weight), (x, weight[:0])):
+        with pytest.raises(ValueError, match="features"):
+            ops.subspace_cross_entropy(features, classes, target)
     with pytest.raises(ValueError, match="impl"):
         ops.subspace_cross_entropy(x, weight, target, impl="fast")
 

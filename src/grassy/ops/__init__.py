@@ -3,7 +3,6 @@
 `impl="auto"` takes the fastest implementation that fits the tensors; naming one asks for that one or an error.
 """
 
-import functools
 import importlib
 import importlib.util
 import os
@@ -45,7 +44,8 @@ class StepCounts(NamedTuple):
 def choose(impl: str, weight: Tensor) -> str:
     """The name of the implementation of the step that `impl` stands for, for such a weight; `explain` says why."""
     if impl == "auto":
-        return next(name for name, reason in explain(weight).items() if reason is None)
+        # One after the other: a kernel that is not needed would be compiled to be asked about.
+        return next(name for name in _order(weight) if _why_not(name, weight) is None)
     if impl not in _IMPLEMENTATIONS:
         raise ValueError(f"impl must be 'auto' or one of {sorted(_IMPLEMENTATIONS)}, got {impl!r}")
     if reason := _impossible(impl, weight):
@@ -58,19 +58,25 @@ def explain(weight: Tensor) -> dict[str, str | None]:
 
     The first without a reason is the one that `impl="auto"` takes.
     """
-    if weight.device.type == "cuda":
-        # Small classes fit into the registers of a few warps, where Triton's plain code is as fast and starts earlier.
-        order = ["triton", "cuda"] if weight.shape[-2] <= SMALL_K else ["cuda", "triton"]
-    else:
-        order = ["native"]
-    return {name: _impossible(name, weight) or _unfit(name, weight) for name in [*order, "reference"]}
+    return {name: _why_not(name, weight) for name in _order(weight)}
+
+
+def _order(weight: Tensor) -> list[str]:
+    if weight.device.type != "cuda":
+        return ["native", "reference"]
+    # Small classes fit into the registers of a few warps, where Triton's plain code is as fast and starts earlier.
+    return ["triton", "cuda", "reference"] if weight.shape[-2] <= SMALL_K else ["cuda", "triton", "reference"]
+
+
+def _why_not(name: str, weight: Tensor) -> str | None:
+    return _impossible(name, weight) or _unfit(name, weight)
 
 
 def _impossible(impl: str, weight: Tensor) -> str | None:
     """Why an implementation cannot run at all."""
     if impl == "cuda":
         return _load("cuda").unavailable(weight)
-    if impl == "triton" and not _triton_is_here():
+    if impl == "triton" and not _TRITON:
         return "triton is not installed (it comes with torch for GPUs)"
     if impl == "triton" and weight.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "it needs a GPU, or TRITON_INTERPRET=1 in the environment from the start"
@@ -90,11 +96,6 @@ def _unfit(impl: str, weight: Tensor) -> str | None:
 
 def _load(name: str) -> ModuleType:
     return importlib.import_module(f"grassy.ops.{_IMPLEMENTATIONS[name]}")
-
-
-@functools.cache
-def _triton_is_here() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def check_step_options(retraction: str, transport: str, direction: str = "gradient") -> None:
@@ -192,6 +193,17 @@ def geodesic_step(
     if weight.ndim != 3 or grad.shape != weight.shape:
         raise ValueError(
             f"need weight and gradient of one shape (C, K, N), got {tuple(weight.shape)} and {tuple(grad.shape)}"
+        )
+    others = [tensor for tensor in (grad, momentum_buffer) if tensor is not None]
+    if any(tensor.shape != weight.shape or tensor.device != weight.device for tensor in others):
+        raise ValueError(
+            f"need gradient and momentum of the weight's shape {tuple(weight.shape)} on {weight.device}, got "
+            + " and ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in others)
+        )
+    if weight.device.type != "cpu":  # a kernel cannot read a number on the host, and copying it there would wait
+        lr, momentum = (
+            float(value) if isinstance(value, Tensor) and value.device.type == "cpu" else value
+            for value in (lr, momentum)
         )
     rare: dict[str, Any] = {"direction": direction} if direction == "spectral" else {}
     if skip is not None:

@@ -81,9 +81,10 @@ def _check(x: Tensor, weight: Tensor, target: Tensor, label_smoothing: float, re
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing!r}")
-    if weight.ndim != 3 or x.ndim == 0 or x.shape[-1] != weight.shape[-1]:
+    if weight.ndim != 3 or x.ndim == 0 or x.shape[-1] != weight.shape[-1] or weight.shape[0] == 0:
         raise ValueError(
-            f"need features (..., N) and a weight (C, K, N), got {tuple(x.shape)} and {tuple(weight.shape)}"
+            f"need features (..., N) and a weight (C, K, N) of at least one class, got {tuple(x.shape)} and "
+            f"{tuple(weight.shape)}"
         )
     expected = (*x.shape[:-1], weight.shape[0]) if target.is_floating_point() else x.shape[:-1]
     if target.shape != torch.Size(expected):

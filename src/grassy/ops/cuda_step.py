@@ -19,6 +19,10 @@ __all__ = ["Plan", "geodesic_step", "plan", "unavailable"]
 SOURCE = Path(__file__).with_name("step.cu")
 #: Bytes of shared memory for the slice of a class that one thread block holds: three blocks share a multiprocessor.
 SLICE_BYTES = 66 * 1024
+#: KiB of shared memory that a thread block may have, by capability; those that are not listed, such as 8.6, have 99.
+SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+#: Of these the kernel's own variable takes so many bytes.
+STATIC_BYTES = 16
 _FLAGS = ("has_momentum", "parallel", "capped", "maximize", "lr_on_device", "momentum_on_device", "vectors", "can_skip")
 
 
@@ -43,7 +47,7 @@ def plan(k: int, n: int, capability: tuple[int, int]) -> Plan | None:
         return None
     rows = next(size for size in (8, 16, 32) if k <= size)
     clusters = (1, 2, 4, 8) if capability >= (9, 0) else (1,)
-    largest = (227 if capability in ((9, 0), (10, 0)) else 99) * 1024
+    largest = SHARED_KIB.get(capability, 99) * 1024 - STATIC_BYTES
     for cluster in clusters:
         columns = 32 * -(-n // (32 * cluster))
         fits = 8 * k * columns <= SLICE_BYTES
@@ -67,8 +71,17 @@ def unavailable(weight: Tensor) -> str | None:
     chosen = plan(k, n, torch.cuda.get_device_capability(weight.device))
     if chosen is None:
         return f"classes of {k} x {n} are too large for it, or the GPU is too old"
+    reason = _failure(chosen, weight.device)
+    if reason and torch.cuda.is_current_stream_capturing():
+        _failure.cache_clear()  # a module cannot always be loaded while a graph is captured: ask again afterwards
+    return reason
+
+
+@functools.cache
+def _failure(chosen: Plan, device: torch.device) -> str | None:
+    """Why the kernel could not be compiled or loaded. Found out once, as it may take seconds: steps ask every time."""
     try:
-        _kernel(chosen, False, False, weight.device)
+        _kernel(chosen, False, False, device)
     except (OSError, RuntimeError) as error:
         return str(error)
     return None

@@ -34,8 +34,9 @@ def fits(x: Tensor, weight: Tensor, gamma: float | Tensor) -> bool:
 
     A gamma that is a tensor would have to be read back, or to get a gradient.
     """
-    # A DTensor, say, knows plain torch's operators, but not these.
+    # A DTensor, say, knows plain torch's operators, but not these; nor do the transforms of torch.func.
     plain = type(x) in (Tensor, nn.Parameter) and type(weight) in (Tensor, nn.Parameter)
+    plain = plain and not torch._C._are_functorch_transforms_active()
     dtypes = {x.dtype, weight.dtype, product_dtype(x, weight)}
     shapes = weight.ndim == 3 and x.ndim > 0 and x.shape[-1] == weight.shape[-1] > 0
     return plain and shapes and x.device == weight.device and dtypes <= set(DTYPES) and not isinstance(gamma, Tensor)

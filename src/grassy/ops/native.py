@@ -99,7 +99,7 @@ def _library() -> tuple[ctypes.CDLL | None, str | None]:
         # -march=native: a library compiled on one machine may not run on another that shares the folder.
         parts = [SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), _cpu()]
         key = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
-        folder = Path(os.environ.get("GRASSY_CACHE", Path.home() / ".cache" / "grassy"))
+        folder = Path(os.environ.get("GRASSY_CACHE") or Path.home() / ".cache" / "grassy")
         library = folder / f"native-{key}.so"
         if not library.exists():
             folder.mkdir(parents=True, exist_ok=True)

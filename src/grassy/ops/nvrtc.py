@@ -63,17 +63,22 @@ def compile_kernel(source: str, name: str, defines: dict[str, int], capability: 
     version = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(version[0]), ctypes.byref(version[1]))
     text = "\n".join([source, *options, f"{version[0].value}.{version[1].value}"])
-    folder = Path(os.environ.get("GRASSY_CACHE", Path.home() / ".cache" / "grassy"))
-    place = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.cubin"
-    if place.exists():
-        return Kernel(place.read_bytes(), name)
+    file = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.cubin"
+    with contextlib.suppress(OSError, RuntimeError):  # none yet, or one that cannot be read or loaded
+        return Kernel((_folder() / file).read_bytes(), name)
     binary = _compiled(library, source, options)
-    with contextlib.suppress(OSError):  # a folder that cannot be written to costs only time
+    with contextlib.suppress(OSError, RuntimeError):  # a folder that cannot be written to costs only time
+        folder, place = _folder(), _folder() / file
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             (Path(temporary) / "kernel").write_bytes(binary)
             (Path(temporary) / "kernel").replace(place)  # whole or not at all, also if two processes do this at once
     return Kernel(binary, name)
+
+
+def _folder() -> Path:
+    """RuntimeError if there is neither $GRASSY_CACHE nor a home."""
+    return Path(os.environ.get("GRASSY_CACHE") or Path.home() / ".cache" / "grassy")
 
 
 def _compiled(library: ctypes.CDLL, source: str, options: list[str]) -> bytes:

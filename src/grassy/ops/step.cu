@@ -431,6 +431,9 @@ __device__ __noinline__ void move_here(float* x, Columns columns, const float* L
 
 enum Verdict { SKIP, AGAIN, MOVE, STAY };
 
+// The names are those of the head of this file, with C = cos - 1 and S = sinc. X, Y, U and V are room: on the way in U, V
+// and C hold O, O' and N; on the way out Y, V, X and U are what W' and M' are made of, in the order in which `move` takes
+// them.
 struct Matrices {
     float *G, *T, *A, *X, *Y, *U, *V, *C, *S;
 };
@@ -483,7 +486,7 @@ __device__ __noinline__ void large_turn(Matrices m, float tau, float scale, int 
 // U, where there is never one otherwise, marks a row that is absent.
 __device__ Verdict middle(Matrices m, float rate, int flags, float max_angle, bool careful, bool counting,
                           unsigned long long* counts) {
-    auto present = [&](int i) { return m.G[i * ROWS + i] > 0; };  // an absent row has no direction of its own
+    auto present = [&](int i) { return m.G[i * ROWS + i] != 0; };  // an absent row has no direction of its own
     const bool here = present(place() / ROWS);
     bool both[4];
     for (int j = 0; j < 4; j++) both[j] = here && present(place() % ROWS + j);
@@ -492,10 +495,11 @@ __device__ Verdict middle(Matrices m, float rate, int flags, float max_angle, bo
     wait_for_middle();
     Four product = times(m.T, m.V);
     set(m.A, [&](int, int, int j) { return both[j] ? n[j] - product[j] : 0; });
+    const float length = trace(m.C);  // of B, squared; before anybody is far enough to overwrite C
     wait_for_middle();
     const Four t = four(m.T), a = four(m.A);
-    const float energy = fmaxf(trace(m.A), 0.0f), length = trace(m.C);  // of H and of B, squared
-    if (!(length - length == 0)) return SKIP;                           // a NaN or Inf anywhere shows here
+    const float left = trace(m.A), energy = fmaxf(left, 0.0f);      // of H, squared
+    if (!(length - length == 0 && left - left == 0)) return SKIP;  // a NaN or Inf anywhere shows here
     // What cancellation leaves in A is of the size of rounding in N, and is felt only in large turns, or if the length
     // of H itself matters.
     if (!careful && (rate * rate * length > 1 || ((flags & CAPPED) && 64 * energy < length))) {

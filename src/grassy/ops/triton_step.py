@@ -62,29 +62,30 @@ def geodesic_step(
     classes, k, n = weight.shape
     counts = torch.zeros(2, dtype=torch.int64, device=weight.device)
     rows, columns = triton.next_power_of_2(k), triton.next_power_of_2(n)
-    _step[(classes,)](
-        weight,
-        grad.contiguous(),
-        weight if momentum_buffer is None else momentum_buffer,
-        counts,
-        lr,
-        momentum,
-        weight if skip is None else skip,
-        float("inf") if max_angle is None else max_angle,
-        k,
-        n,
-        K=rows,
-        N=columns,
-        HAS_MOMENTUM=momentum_buffer is not None,
-        LR_ON_DEVICE=isinstance(lr, Tensor),
-        MOMENTUM_ON_DEVICE=isinstance(momentum, Tensor),
-        CAN_SKIP=skip is not None,
-        CAPPED=max_angle is not None,
-        PARALLEL=transport == "parallel",
-        MAXIMIZE=maximize,
-        LARGEST=float(2**MAX_DOUBLINGS),
-        num_warps=max(1, min(8, rows * columns // ELEMENTS_OF_A_WARP)),
-    )
+    with torch.cuda.device_of(weight):  # Triton launches on the current device
+        _step[(classes,)](
+            weight,
+            grad.contiguous(),
+            weight if momentum_buffer is None else momentum_buffer,
+            counts,
+            lr,
+            momentum,
+            weight if skip is None else skip,
+            float("inf") if max_angle is None else max_angle,
+            k,
+            n,
+            K=rows,
+            N=columns,
+            HAS_MOMENTUM=momentum_buffer is not None,
+            LR_ON_DEVICE=isinstance(lr, Tensor),
+            MOMENTUM_ON_DEVICE=isinstance(momentum, Tensor),
+            CAN_SKIP=skip is not None,
+            CAPPED=max_angle is not None,
+            PARALLEL=transport == "parallel",
+            MAXIMIZE=maximize,
+            LARGEST=float(2**MAX_DOUBLINGS),
+            num_warps=max(1, min(8, rows * columns // ELEMENTS_OF_A_WARP)),
+        )
     return counts[0], counts[1]
 
 
