@@ -127,3 +127,14 @@ def _raises(error):
         raise error
 
     return run
+
+
+@pytest.mark.parametrize(("words", "code"), [(["recipes", "digits-*"], 0), (["recipes", "no-such-*"], 2)])
+def test_a_process_of_torchrun_ends_at_once_with_all_it_said(words, code):
+    """It leaves without the interpreter's clean-up, in which threads of gloo may abort it."""
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "test"}
+    command = [sys.executable, "-m", "grassy", *words]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == code
+    assert ("digits-grassmann" in run.stdout) == (code == 0)
+    assert bool(run.stderr) == (code != 0)
