@@ -23,7 +23,6 @@ SLICE_BYTES = 66 * 1024
 SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 #: Of these the kernel's own variable takes so many bytes.
 STATIC_BYTES = 16
-_FLAGS = ("has_momentum", "parallel", "capped", "maximize", "lr_on_device", "momentum_on_device", "vectors", "can_skip")
 
 
 class Plan(NamedTuple):
@@ -111,7 +110,7 @@ def geodesic_step(
     max_angle = options["max_angle"]
     lr, momentum, skip = (_as_float32(value, weight.device) for value in (lr, momentum, skip))
     tensors = [tensor for tensor in (weight, grad, momentum_buffer) if tensor is not None]
-    facts = (
+    facts = (  # in the order of the flags in step.cu
         momentum_buffer is not None,
         options["transport"] == "parallel",
         max_angle is not None,
