@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grassy import geometry as g
 from grassy import ops
-from grassy.ops import cuda_step, nvrtc
+from grassy.ops import cuda_step, nvrtc, reference
 from grassy.ops.cuda_step import SOURCE, plan
 
 HOPPER, AMPERE, CONSUMER = (9, 0), (8, 0), (8, 6)
@@ -178,3 +178,16 @@ def test_numbers_on_the_host_are_not_left_to_a_kernel(monkeypatch):
     ops.geodesic_step(w, w, w, torch.tensor(0.5), torch.tensor(0.25, dtype=torch.float64))
     assert found == [0.5, 0.25]
     assert all(isinstance(number, float) for number in found)
+
+
+def test_the_reference_leaves_all_as_it_is_if_told_so_on_the_device():
+    """As on a GPU, where the flag is not read back: it is a mask."""
+    w = g.random_subspace(3, 2, 8)
+    d, m = torch.randn_like(w), torch.randn_like(w)
+    d[0], d[1] = float("inf"), 1e6
+    options = {"retraction": "geodesic", "transport": "projection", "max_angle": 0.1, "maximize": False}
+    for flag, counted in ((1.0, (0, 0)), (0.0, (1, 2))):
+        moved, buffer = w.clone(), m.clone()
+        counts = reference.geodesic_step(moved, d, buffer, 0.1, 0.9, skip=torch.tensor(flag), **options)
+        assert tuple(map(int, counts)) == counted
+        assert torch.equal(moved, w) == torch.equal(buffer, m) == bool(flag)

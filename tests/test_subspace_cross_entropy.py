@@ -369,3 +369,14 @@ def test_a_run_with_it_trains_and_its_checkpoint_remembers(tmp_path):
     train(recipe, data, tmp_path / "run", quiet=True)
     heads = [module for module in grassy.load(tmp_path / "run").modules() if isinstance(module, grassy.Head)]
     assert [head.fuse_loss for head in heads] == [True]
+
+
+@pytest.mark.parametrize("keep", [0, 100, 2**24])
+def test_what_is_kept_survives_the_backward(monkeypatch, keep):
+    """Gradients are the same when they are asked for again."""
+    divide(monkeypatch, 40, keep)
+    x, weight, target = example(4, 9, 3, 7)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    loss = ops.subspace_cross_entropy(x, weight, target)
+    first, second = (torch.autograd.grad(loss, (x, weight), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
