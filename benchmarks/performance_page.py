@@ -270,6 +270,7 @@ def memory(result: Result, images: Path) -> list[str]:
             f"{large['four_products_ms']:.1f} ms for four products at {large['product_tflops']:.0f} TFLOP/s, "
             f"{large['five_passes_ms']:.1f} ms for the five passes of the step and {large['cast_ms']:.1f} ms for "
             f"casting the weight to bfloat16, at {large['copy_bytes_per_ms'] / 1e9:.2f} TB/s."
+            + (f" (This was {large['note']}.)" if "note" in large else "")
         )
     return text
 
