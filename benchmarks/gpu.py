@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import grassy
+from grassy.training.journal import environment
 
 
 def need_gpu(device: str = "cuda") -> None:
@@ -22,6 +23,7 @@ def need_gpu(device: str = "cuda") -> None:
 def machine(device: str = "cuda") -> dict[str, Any]:
     """What a results file begins with."""
     versions = {"grassy": grassy.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions["commit"] = environment(torch.device("cpu"))["commit"]  # of the code, so that a figure can be traced to it
     try:
         import triton
 
