@@ -55,18 +55,22 @@ def captured(work: Callable[[], Any]) -> Callable[[], None]:
     return graph.replay
 
 
-def medians(contestants: dict[str, Callable[[], Any]], rounds: int = 30) -> dict[str, float]:
+def medians(contestants: dict[str, Callable[[], Any]], rounds: int = 30, dirty: bool = False) -> dict[str, float]:
     """Milliseconds of each, taking turns.
 
-    Before each run a gigabyte is written: that empties the L2 cache, and gives the host time to be ahead, so that
-    nothing but the work lies between the two events.
+    Before each run a gigabyte is written, then read: that empties the L2 cache, and gives the host time to be ahead, so
+    that nothing but the work lies between the two events. Read, because what was only written still has to go to memory:
+    the cache would be full of it, and the work would wait for those bytes too. `dirty` leaves them there.
     """
-    flush = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    flush = torch.empty(2**28, device="cuda")
+    total = torch.empty((), device="cuda")
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in contestants}
     for _ in range(rounds + 2):
         for name, run in contestants.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
+            if not dirty:
+                torch.sum(flush, dim=0, out=total)
             start.record()
             run()
             end.record()
