@@ -59,7 +59,7 @@ def medians(contestants: dict[str, Callable[[], Any]], rounds: int = 30, dirty: 
     """Milliseconds of each, taking turns.
 
     Before each run a gigabyte is written, then read: that empties the L2 cache, and gives the host time to be ahead, so
-    that nothing but the work lies between the two events. Read, because what was only written still has to go to memory:
+    that nothing but the work lies between the two events. Read, because what was only written has yet to go to memory:
     the cache would be full of it, and the work would wait for those bytes too. `dirty` leaves them there.
     """
     flush = torch.empty(2**28, device="cuda")

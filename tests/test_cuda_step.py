@@ -5,7 +5,7 @@ import torch
 
 from grassy import geometry as g
 from grassy import ops
-from grassy.ops import cuda_step
+from grassy.ops import cuda_step, nvrtc
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -181,3 +181,36 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_work_to_others(monkeypatch)
         assert ops.choose("auto", w) == "reference"
     finally:
         cuda_step._failure.cache_clear()
+
+
+@pytest.mark.parametrize("k", [2, 8, 32])
+def test_many_heads_are_few_launches_and_the_same_steps(k, monkeypatch):
+    sizes = [1 + i % 5 for i in range(40)]
+    weights = [g.random_subspace(c, k, 70, device="cuda") for c in sizes]
+    grads = [torch.randn_like(w) for w in weights]
+    grads[3][0, 0, 0] = float("inf")
+    together, alone = ([[w.clone() for w in weights], [torch.zeros_like(w) for w in weights]] for _ in range(2))
+    launched = []
+    launch = nvrtc.Kernel.launch
+    monkeypatch.setattr(nvrtc.Kernel, "launch", lambda self, *a: (launched.append(a[0]), launch(self, *a))[1])
+    counts = ops.geodesic_steps(together[0], grads, together[1], 0.1, 0.9)
+    assert launched == [sum(sizes[:32]), sum(sizes[32:])]
+    for w, d, m in zip(alone[0], grads, alone[1], strict=True):
+        ops.geodesic_step(w, d, m, 0.1, 0.9, impl="cuda")
+    for a, b in zip(together[0] + together[1], alone[0] + alone[1], strict=True):
+        assert torch.equal(a, b)
+    assert [int(c.skipped) for c in counts] == [int(i == 3) for i in range(40)]
+
+
+def test_heads_in_one_launch_can_live_in_a_graph():
+    weights = [g.random_subspace(c, 8, 96, device="cuda") for c in (3, 10)]
+    grads, momenta = [torch.randn_like(w) for w in weights], [torch.zeros_like(w) for w in weights]
+    expected = [w.clone() for w in weights]
+    ops.geodesic_steps(expected, grads, [torch.zeros_like(w) for w in weights], 0.1, 0.9)
+    ops.geodesic_steps([w.clone() for w in weights], grads, [m.clone() for m in momenta], 0.1, 0.9)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.geodesic_steps(weights, grads, momenta, 0.1, 0.9)
+    graph.replay()
+    for a, b in zip(weights, expected, strict=True):
+        assert torch.equal(a, b)

@@ -191,3 +191,49 @@ def test_the_reference_leaves_all_as_it_is_if_told_so_on_the_device():
         counts = reference.geodesic_step(moved, d, buffer, 0.1, 0.9, skip=torch.tensor(flag), **options)
         assert tuple(map(int, counts)) == counted
         assert torch.equal(moved, w) == torch.equal(buffer, m) == bool(flag)
+
+
+def test_several_heads_step_as_each_alone():
+    shapes = [(3, 2, 8), (5, 2, 8), (4, 3, 8), (2, 2, 8)]
+    weights = [g.random_subspace(*shape, dtype=torch.float64) for shape in shapes]
+    grads = [torch.randn_like(w) for w in weights]
+    grads[1][4, 0, 0] = torch.nan
+    momenta = [None, *(g.project(w, torch.randn_like(w)) for w in weights[1:])]
+    expected = []
+    for w, d, m in zip(weights, grads, momenta, strict=True):
+        w, m = w.clone(), None if m is None else m.clone()
+        expected.append((w, m, ops.geodesic_step(w, d, m, 0.3, 0.9)))
+    counts = ops.geodesic_steps(weights, grads, momenta, 0.3, 0.9)
+    assert [int(c.skipped) for c in counts] == [0, 1, 0, 0]
+    for w, m, count, (w_alone, m_alone, count_alone) in zip(weights, momenta, counts, expected, strict=True):
+        assert torch.equal(w, w_alone)
+        assert m is m_alone is None or torch.equal(m, m_alone)
+        assert count == count_alone
+    assert ops.geodesic_steps([], [], [], 0.3) == []
+    with pytest.raises(ValueError, match="need weight and gradient of one shape"):
+        ops.geodesic_steps(weights, grads[::-1], momenta, 0.3)
+
+
+def test_heads_that_are_alike_are_launched_together(monkeypatch):
+    """With a kernel in CUDA C++ that takes everything and notes what it is given."""
+    launched = []
+
+    def steps(weights, grads, momenta, lr, momentum, **options):
+        launched.append([len(w) for w in weights])
+        return [(torch.zeros(()), torch.zeros(())) for _ in weights]
+
+    kernel = SimpleNamespace(
+        HEADS=3, geodesic_steps=steps, geodesic_step=lambda *a, **o: steps(*([x] for x in a[:3]), *a[3:], **o)[0]
+    )
+    monkeypatch.setattr(ops, "_impossible", lambda name, weight: None if weight.shape[1] < 5 else "too large")
+    monkeypatch.setattr(ops, "_load", lambda name: {"cuda": kernel, "reference": reference}[name])
+    shapes = [(1, 2, 8), (2, 3, 8), (3, 2, 8), (4, 2, 8), (5, 2, 8), (6, 2, 9), (7, 6, 8), (8, 6, 8), (9, 2, 8)]
+    weights = [g.random_subspace(*shape) for shape in shapes]
+    momenta = [torch.zeros_like(w) for w in weights]
+    momenta[-1] = None
+    monkeypatch.setattr(ops, "choose", lambda impl, weight: "cuda" if weight.shape[1] < 5 else "reference")
+    ops.geodesic_steps(weights, [*momenta[:-1], torch.zeros_like(weights[-1])], momenta, 0.1)
+    assert sorted(launched) == [[1, 3, 4], [2], [5], [6], [9]]
+    launched.clear()
+    ops.geodesic_steps(weights[:3], momenta[:3], momenta[:3], 0.1, impl="reference", retraction="qf")
+    assert all(len(each) == 1 for each in launched)

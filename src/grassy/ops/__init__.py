@@ -6,6 +6,7 @@
 import importlib
 import importlib.util
 import os
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -159,7 +160,6 @@ def _by_kernels(impl: str, weight: Tensor) -> bool:
     return choose(impl, weight) == "triton"
 
 
-@torch.no_grad()
 def geodesic_step(
     weight: Tensor,
     grad: Tensor,
@@ -184,7 +184,70 @@ def geodesic_step(
     GradScaler's `found_inf`, is not 0, nothing is changed. On a GPU it is read there, as are lr and momentum if they
     are tensors, so that a step can be part of a CUDA graph.
     """
+    (counts,) = geodesic_steps(
+        [weight],
+        [grad],
+        [momentum_buffer],
+        lr,
+        momentum,
+        retraction=retraction,
+        transport=transport,
+        max_angle=max_angle,
+        maximize=maximize,
+        direction=direction,
+        skip=skip,
+        impl=impl,
+    )
+    return counts
+
+
+@torch.no_grad()
+def geodesic_steps(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor | None],
+    lr: float | Tensor,
+    momentum: float | Tensor = 0.0,
+    *,
+    retraction: str = "geodesic",
+    transport: str = "projection",
+    max_angle: float | None = None,
+    maximize: bool = False,
+    direction: str = "gradient",
+    skip: Tensor | None = None,
+    impl: str = "auto",
+) -> list[StepCounts]:
+    """`geodesic_step` of several weights (C_i, K_i, N_i). On an NVIDIA GPU those of one K and N are one launch."""
     check_step_options(retraction, transport, direction)
+    if direction == "spectral" and impl not in ("auto", "reference"):
+        raise ValueError(f"direction='spectral' needs impl 'auto' or 'reference', which alone knows it, got {impl!r}")
+    heads = list(zip(weights, grads, momentum_buffers, strict=True))
+    for head in heads:
+        _check_step(*head)
+    options: dict[str, Any] = {"retraction": retraction, "transport": transport}
+    options |= {"max_angle": max_angle, "maximize": maximize}
+    if direction == "spectral":
+        options["direction"], impl = direction, "reference"
+    if skip is not None and skip.device.type != "cpu":
+        options["skip"] = skip
+    elif skip is not None and bool(skip != 0):
+        zeros = [torch.zeros(2, dtype=torch.int64, device=weight.device) for weight in weights]
+        return [StepCounts(*zero) for zero in zeros]
+    counts: dict[int, StepCounts] = {}
+    for together in _launches(heads, impl, retraction):
+        weight = weights[together[0]]
+        rates = (_for_device(lr, weight), _for_device(momentum, weight))
+        with geometry.without_autocast(weight):
+            if len(together) == 1:
+                found = [_load(choose(impl, weight)).geodesic_step(*heads[together[0]], *rates, **options)]
+            else:
+                columns = [[heads[i][part] for i in together] for part in range(3)]
+                found = _load("cuda").geodesic_steps(*columns, *rates, **options)
+        counts |= {i: StepCounts(*each) for i, each in zip(together, found, strict=True)}
+    return [counts[i] for i in range(len(heads))]
+
+
+def _check_step(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None) -> None:
     if weight.dtype not in (torch.float32, torch.float64):
         raise TypeError(
             f"subspaces are updated in float32 or float64, got {weight.dtype}: keep the weight in float32 and train "
@@ -200,35 +263,34 @@ def geodesic_step(
             f"need gradient and momentum of the weight's shape {tuple(weight.shape)} on {weight.device}, got "
             + " and ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in others)
         )
-    if weight.device.type != "cpu":  # a kernel cannot read a number on the host, and copying it there would wait
-        lr, momentum = (
-            float(value) if isinstance(value, Tensor) and value.device.type == "cpu" else value
-            for value in (lr, momentum)
-        )
-    rare: dict[str, Any] = {"direction": direction} if direction == "spectral" else {}
-    if skip is not None:
-        if skip.device.type == "cpu" and bool(skip != 0):
-            zero = torch.zeros((), dtype=torch.int64, device=weight.device)
-            return StepCounts(zero, zero.clone())
-        if skip.device.type != "cpu":
-            rare["skip"] = skip
-    spectral = direction == "spectral"
-    if spectral and impl not in ("auto", "reference"):
-        raise ValueError(f"direction='spectral' needs impl 'auto' or 'reference', which alone knows it, got {impl!r}")
-    with geometry.without_autocast(weight):
-        counts = _load("reference" if spectral else choose(impl, weight)).geodesic_step(
-            weight,
-            grad,
-            momentum_buffer,
-            lr,
-            momentum,
-            retraction=retraction,
-            transport=transport,
-            max_angle=max_angle,
-            maximize=maximize,
-            **rare,
-        )
-    return StepCounts(*counts)
+
+
+def _for_device(value: float | Tensor, weight: Tensor) -> float | Tensor:
+    """A kernel cannot read a number on the host, and copying it to the device would wait."""
+    on_host = isinstance(value, Tensor) and value.device.type == "cpu"
+    return float(value) if on_host and weight.device.type != "cpu" else value
+
+
+Head = tuple[Tensor, Tensor, Tensor | None]  # weight, gradient, momentum
+
+
+def _launches(heads: Sequence[Head], impl: str, retraction: str) -> list[list[int]]:
+    """The numbers of the heads whose steps are made together: alike, and taken by the kernel in CUDA C++."""
+    alike: dict[Any, list[int]] = {}
+    for i, head in enumerate(heads):
+        tensors = [tensor for tensor in head if tensor is not None]
+        kinds = [(tensor.dtype, tensor.device, tensor.is_contiguous()) for tensor in tensors]
+        alike.setdefault((head[0].shape[1:], *kinds), []).append(i)
+    launches = []
+    for numbers in alike.values():
+        first = heads[numbers[0]][0]
+        one_by_one = len(numbers) == 1 or impl not in ("auto", "cuda") or retraction != "geodesic"
+        if one_by_one or _impossible("cuda", first):
+            launches += [[i] for i in numbers]
+        else:
+            most = _load("cuda").HEADS
+            launches += [numbers[at : at + most] for at in range(0, len(numbers), most)]
+    return launches
 
 
 __all__ = [
@@ -241,6 +303,7 @@ __all__ = [
     "choose",
     "explain",
     "geodesic_step",
+    "geodesic_steps",
     "subspace_cross_entropy",
     "subspace_logits",
     "unit",

@@ -5,7 +5,9 @@ Optional: it is compiled at first use by the NVRTC library that comes with torch
 flag that skips a step may be tensors on the device, and nothing is read back: the step can live in a CUDA graph.
 """
 
+import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +16,13 @@ from torch import Tensor
 
 from grassy.ops import reference
 
-__all__ = ["Plan", "geodesic_step", "plan", "unavailable"]
+__all__ = ["HEADS", "Plan", "geodesic_step", "geodesic_steps", "plan", "unavailable"]
 
 SOURCE = Path(__file__).with_name("step.cu")
-#: Bytes of shared memory for the slice of a class that one thread block holds: three blocks share a multiprocessor.
-SLICE_BYTES = 66 * 1024
+#: Heads that one launch takes.
+HEADS = 32
+#: KiB of shared memory for the slice of a class that one thread block holds, by rows: what an H200 was fastest with.
+SLICE_KIB = {8: 48, 16: 64, 32: 128}
 #: KiB of shared memory that a thread block may have, by capability; those that are not listed, such as 8.6, have 99.
 SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 #: Of these the kernel's own variable takes so many bytes.
@@ -37,7 +41,12 @@ class Plan(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        return 4 * (2 * self.k * (self.columns + 4) + 32 + 9 * self.rows**2)
+        groups, matrix = self.rows // 8, self.rows**2
+        sums = 128 * (groups**2 + (groups + 1) // 2 * groups)  # TILES of 128 numbers
+        buffers = {8: self.warps, 16: self.warps // 2, 32: 2}[self.rows]
+        exchanged = 0 if self.cluster == 1 else sums * (2 if self.rows == 32 else 1)
+        columns = 2 * self.k * (self.columns + 4) + 32
+        return 4 * (columns + exchanged + matrix + max(8 * matrix, buffers * sums))
 
 
 def plan(k: int, n: int, capability: tuple[int, int]) -> Plan | None:
@@ -49,15 +58,17 @@ def plan(k: int, n: int, capability: tuple[int, int]) -> Plan | None:
     largest = SHARED_KIB.get(capability, 99) * 1024 - STATIC_BYTES
     for cluster in clusters:
         columns = 32 * -(-n // (32 * cluster))
-        fits = 8 * k * columns <= SLICE_BYTES
-        if fits or cluster == clusters[-1]:
+        slice_kib = 8 * k * columns / 1024
+        if slice_kib <= SLICE_KIB[rows]:
             break
-    warps = 8 if rows == 32 or (rows == 8 and k * columns > 6144) else 4
+    warps = {8: 4 if slice_kib <= 48 else 8, 16: 8, 32: 8 if slice_kib <= 64 else 16}[rows]
     shared = Plan(k, rows, cluster, columns, warps, 1).shared_bytes
     if shared > largest:
         return None
-    by_registers = {8: 32 if warps == 4 else 24, 16: 12, 32: 16}[rows] // warps
-    return Plan(k, rows, cluster, columns, warps, max(1, min(by_registers, 228 * 1024 // (shared + 1024))))
+    # More warps hide more, but each has fewer registers then. Without clusters 1,000 classes are two rounds of 16.
+    by_registers = (20 if rows == 8 and cluster > 1 else 16) // warps
+    by_memory = (largest + 1024) // (shared + 1024)
+    return Plan(k, rows, cluster, columns, warps, max(1, min(by_registers, by_memory)))
 
 
 def unavailable(weight: Tensor) -> str | None:
@@ -80,10 +91,24 @@ def unavailable(weight: Tensor) -> str | None:
 def _failure(chosen: Plan, device: torch.device) -> str | None:
     """Why the kernel could not be compiled or loaded. Found out once, as it may take seconds: steps ask every time."""
     try:
-        _kernel(chosen, False, False, device)
+        kernel = _kernel(chosen, False, False, device)
+        with torch.cuda.device(device):
+            if not kernel.resident_clusters(chosen.cluster, 32 * chosen.warps, chosen.shared_bytes):
+                return f"{chosen.cluster} of its thread blocks together do not fit on this GPU"
     except (OSError, RuntimeError) as error:
         return str(error)
     return None
+
+
+class _Heads(ctypes.Structure):
+    """The struct of the same name in step.cu."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p * HEADS),
+        ("grad", ctypes.c_void_p * HEADS),
+        ("momentum", ctypes.c_void_p * HEADS),
+        ("end", ctypes.c_int * HEADS),
+    )
 
 
 def geodesic_step(
@@ -97,21 +122,41 @@ def geodesic_step(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`reference.geodesic_step` in one launch. If `skip`, a number on the device, is not 0, nothing is done."""
-    grad = grad.contiguous()
-    momentum_dtype = torch.float32 if momentum_buffer is None else momentum_buffer.dtype
-    taken = all(dtype in (torch.float32, torch.bfloat16) for dtype in (grad.dtype, momentum_dtype))
-    contiguous = momentum_buffer is None or momentum_buffer.is_contiguous()
-    if options["retraction"] == "qf" or not taken or not contiguous:
-        return reference.geodesic_step(weight, grad, momentum_buffer, lr, momentum, skip=skip, **options)
-    classes, k, n = weight.shape
+    return geodesic_steps([weight], [grad], [momentum_buffer], lr, momentum, skip=skip, **options)[0]
+
+
+def geodesic_steps(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor | None],
+    lr: float | Tensor,
+    momentum: float | Tensor,
+    *,
+    skip: Tensor | None = None,
+    **options: Any,
+) -> list[tuple[Tensor, Tensor]]:
+    """`geodesic_step` of up to HEADS weights (C_i, K, N) in one launch: of one K, N and device, and alike in types.
+
+    All have momentum or none has.
+    """
+    grads = [grad.contiguous() for grad in grads]
+    buffers = [buffer for buffer in momentum_buffers if buffer is not None]
+    weight, dtypes = weights[0], (grads[0].dtype, buffers[0].dtype if buffers else torch.float32)
+    taken = all(dtype in (torch.float32, torch.bfloat16) for dtype in dtypes)
+    if options["retraction"] == "qf" or not taken or not all(buffer.is_contiguous() for buffer in buffers):
+        return [
+            reference.geodesic_step(*tensors, lr, momentum, skip=skip, **options)
+            for tensors in zip(weights, grads, momentum_buffers, strict=True)
+        ]
+    _, k, n = weight.shape
     chosen = plan(k, n, torch.cuda.get_device_capability(weight.device))
     if chosen is None:
         raise RuntimeError(f"impl='cuda' cannot take this weight: {unavailable(weight)}")
     max_angle = options["max_angle"]
     lr, momentum, skip = (_as_float32(value, weight.device) for value in (lr, momentum, skip))
-    tensors = [tensor for tensor in (weight, grad, momentum_buffer) if tensor is not None]
+    tensors = [*weights, *grads, *buffers]
     facts = (  # in the order of the flags in step.cu
-        momentum_buffer is not None,
+        bool(buffers),
         options["transport"] == "parallel",
         max_angle is not None,
         options["maximize"],
@@ -121,13 +166,16 @@ def geodesic_step(
         skip is not None,
     )
     flags = sum(2**bit for bit, fact in enumerate(facts) if fact)
-    counts = torch.zeros(2, dtype=torch.int64, device=weight.device)
+    heads, classes = _Heads(), 0
+    for i, (each, grad) in enumerate(zip(weights, grads, strict=True)):
+        classes += len(each)
+        heads.weight[i], heads.grad[i], heads.end[i] = each.data_ptr(), grad.data_ptr(), classes
+        heads.momentum[i] = buffers[i].data_ptr() if buffers else None
+    counts = torch.zeros(len(weights), 2, dtype=torch.int64, device=weight.device)
     with torch.cuda.device(weight.device):
-        kernel = _kernel(chosen, grad.dtype == torch.bfloat16, momentum_dtype == torch.bfloat16, weight.device)
+        kernel = _kernel(chosen, *(dtype == torch.bfloat16 for dtype in dtypes), weight.device)
         arguments = [
-            weight,
-            grad,
-            weight if momentum_buffer is None else momentum_buffer,
+            heads,
             counts,
             *(value if isinstance(value, Tensor) else weight for value in (lr, momentum, skip)),
             *(0.0 if isinstance(value, Tensor) else float(value) for value in (lr, momentum)),
@@ -136,8 +184,8 @@ def geodesic_step(
         ]
         kernel.launch(classes * chosen.cluster, 32 * chosen.warps, chosen.shared_bytes, arguments)
     # As torch does itself, so that autograd notices.
-    torch.autograd.graph.increment_version([tensor for tensor in tensors if tensor is not grad])
-    return counts[0], counts[1]
+    torch.autograd.graph.increment_version([*weights, *buffers])
+    return [(count[0], count[1]) for count in counts]
 
 
 def _as_float32(value: Any, device: torch.device) -> Any:
@@ -153,6 +201,7 @@ def _kernel(chosen: Plan, grad_is_bf16: bool, momentum_is_bf16: bool, device: to
         "CLUSTER": chosen.cluster,
         "WARPS": chosen.warps,
         "BLOCKS": chosen.blocks,
+        "HEADS": HEADS,
         "GRAD_BF16": int(grad_is_bf16),
         "MOMENTUM_BF16": int(momentum_is_bf16),
     }

@@ -31,16 +31,34 @@ class Kernel:
         self._shared = 48 * 1024
 
     def launch(self, blocks: int, threads: int, shared: int, arguments: Sequence[Any]) -> None:
-        """Launch on torch's current stream. Arguments: tensors for pointers, floats for doubles, ints for ints."""
-        if shared > self._shared:
-            dynamic_shared_memory = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._check(self._driver.cuFuncSetAttribute(self._function, dynamic_shared_memory, shared))
-            self._shared = shared
+        """Launch on torch's current stream. Arguments: tensors for pointers, floats for doubles, ints, structs."""
+        self._allow(shared)
         values = [_as_c(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         size = (blocks, 1, 1, threads, 1, 1, shared)
         self._check(self._driver.cuLaunchKernel(self._function, *size, stream, pointers, None))
+
+    def resident_clusters(self, cluster: int, threads: int, shared: int) -> int:
+        """How many clusters of so many thread blocks the device holds at once; 0 if not even one."""
+        self._allow(shared)
+        dimension = _LaunchAttribute(id=4, value=(ctypes.c_uint * 16)(cluster, 1, 1))  # CLUSTER_DIMENSION
+        size = (ctypes.c_uint * 7)(cluster, 1, 1, threads, 1, 1, shared)
+        config = _LaunchConfig(size, None, ctypes.pointer(dimension), 1)
+        count = ctypes.c_int()
+        if cluster > 1:
+            query = self._driver.cuOccupancyMaxActiveClusters
+            self._check(query(ctypes.byref(count), self._function, ctypes.byref(config)))
+            return count.value
+        query = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
+        self._check(query(ctypes.byref(count), self._function, threads, ctypes.c_size_t(shared)))
+        return count.value * torch.cuda.get_device_properties().multi_processor_count
+
+    def _allow(self, shared: int) -> None:
+        if shared > self._shared:
+            dynamic_shared_memory = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._check(self._driver.cuFuncSetAttribute(self._function, dynamic_shared_memory, shared))
+            self._shared = shared
 
     def _check(self, status: int) -> None:
         if status:
@@ -49,9 +67,26 @@ class Kernel:
             raise RuntimeError(f"CUDA: {(text.value or b'unknown error').decode()} ({status})")
 
 
+class _LaunchAttribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """Sizes of the grid and of a block, and bytes of shared memory; stream; attributes."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint * 7),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
 def _as_c(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, ctypes.Structure):
+        return argument
     return ctypes.c_int(argument) if isinstance(argument, int) else ctypes.c_double(argument)
 
 

@@ -1,4 +1,5 @@
-// One Riemannian step of all classes in one launch: `reference._step`, with every number read and written once.
+// One Riemannian step of all classes of one or several heads in one launch: `reference._step`, with every number read
+// and written once.
 //
 // A class is W (k x n), and B = mu M + D. A cluster of CLUSTER thread blocks takes one class, each block a slice of the
 // columns, which stays in shared memory. All that couples columns are the Gram matrices G = W W', O = B W', N = B B';
@@ -17,19 +18,21 @@
 // If the turn is so large that the rounding of A is felt, or A is lost in cancellation where it matters, the class is
 // treated with care: H replaces B, and the new W is corrected by its own Gram matrix, as the reference does.
 //
-// Compile with -DROWS=8|16|32 (k rounded up), -DCLUSTER=1|2|4|8, -DWARPS=4|8, -DBLOCKS= how many of these thread blocks
-// a multiprocessor is to hold, -DGRAD_BF16=0|1, -DMOMENTUM_BF16=0|1.
+// Compile with -DROWS=8|16|32 (k rounded up), -DCLUSTER=1|2|4|8, -DWARPS=4|8|16, -DBLOCKS= how many of these thread
+// blocks a multiprocessor is to hold, -DHEADS= how many heads a launch may have, -DGRAD_BF16=0|1,
+// -DMOMENTUM_BF16=0|1.
 
 #define THREADS (32 * WARPS)
 #define GROUPS (ROWS / 8)
 #define MATRIX (ROWS * ROWS)
 #define PAD 4                           // columns between rows, so that no two lanes meet in a bank
-#define BATCH 2                         // loads of a thread that are under way at once, of each of W, D and M
 #define TILES (GROUPS * GROUPS + (GROUPS + 1) / 2 * GROUPS)  // 16 x 8 pieces of the Gram matrices
-#define BUFFERS 2                       // warps add up their pieces in so many places at once
+#define TEAMS (ROWS == 32 ? 2 : 1)      // warps share the tiles, of which there are too many for the registers of one
+#define TEAM (WARPS / TEAMS)            // warps that add up the same tiles
+#define BUFFERS (ROWS == 8 ? WARPS : ROWS == 16 ? WARPS / 2 : 2)  // places in which the warps of a team do so at once
 #define CHAINS (ROWS == 8 ? 3 : 1)       // sums that do not wait for each other; more rows have enough tiles for that
-#define ALONE (ROWS == 32 && CLUSTER > 1)  // whether the first block of a cluster works on k x k matrices for all
 #define MIDDLE (ROWS == 8 ? 32 : MATRIX / 4)  // threads for the k x k matrices, four entries each
+#define BATCH 4                         // loads of a thread that are under way at once, of each of W, D and M
 #define LARGEST_TURN 64.0f  // 2**MAX_DOUBLINGS of the reference
 
 typedef unsigned int u32;
@@ -54,7 +57,7 @@ __device__ float get(const float* p) { return *p; }
 __device__ float get(const unsigned short* p) { return __uint_as_float((u32)*p << 16); }
 __device__ float4 get4(const float* p) { return __ldcs((const float4*)p); }
 __device__ float4 get4(const unsigned short* p) {
-    uint2 v = __ldcs((const uint2*)p);
+    const uint2 v = __ldcs((const uint2*)p);
     return make_float4(__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xffff0000u),
                        __uint_as_float(v.y << 16), __uint_as_float(v.y & 0xffff0000u));
 }
@@ -95,19 +98,21 @@ __device__ Split split(float x) {
     return s;
 }
 
-// c += a b: a is 16 x 8, b is 8 x 8.
-__device__ void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+// c += a b, or c = a b if c is fresh: a is 16 x 8, b is 8 x 8.
+__device__ void mma(bool fresh, float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    const float before[4] = {fresh ? 0 : c[0], fresh ? 0 : c[1], fresh ? 0 : c[2], fresh ? 0 : c[3]};
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(before[0]), "f"(before[1]), "f"(before[2]),
+          "f"(before[3]));
 }
 
 // One of the three products that make up a b in almost float32, the small ones first.
 template <int PART>
-__device__ void mma_part(float* c, Split a0, Split a1, Split a2, Split a3, Split b0, Split b1) {
-    if (PART == 0) mma(c, a0.low, a1.low, a2.low, a3.low, b0.high, b1.high);
-    if (PART == 1) mma(c, a0.high, a1.high, a2.high, a3.high, b0.low, b1.low);
-    if (PART == 2) mma(c, a0.high, a1.high, a2.high, a3.high, b0.high, b1.high);
+__device__ void mma_part(bool fresh, float* c, Split a0, Split a1, Split a2, Split a3, Split b0, Split b1) {
+    if (PART == 0) mma(fresh, c, a0.low, a1.low, a2.low, a3.low, b0.high, b1.high);
+    if (PART == 1) mma(fresh, c, a0.high, a1.high, a2.high, a3.high, b0.low, b1.low);
+    if (PART == 2) mma(fresh, c, a0.high, a1.high, a2.high, a3.high, b0.high, b1.high);
 }
 
 // ---- the cluster ----
@@ -118,36 +123,68 @@ __device__ u32 rank_in_cluster() {
     return rank;
 }
 
+// What threads of the cluster wrote to shared memory of their own block before arriving, all may read after waiting.
+// Nothing is promised about other memory: for that a thread would wait, for a microsecond, until all that it has ever
+// stored has arrived.
+__device__ void arrive_at_cluster() {
+#if CLUSTER > 1 && __CUDACC_VER_MAJOR__ >= 13
+    asm volatile("fence.release.sync_restrict::shared::cta.cluster;\n barrier.cluster.arrive.relaxed.aligned;"
+                 ::: "memory");
+#elif CLUSTER > 1
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+// The same for what was written anywhere, also into other blocks, which therefore are still there to receive it.
+__device__ void arrive_at_cluster_with_all() {
+#if CLUSTER > 1
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
 __device__ void wait_for_cluster() {
 #if CLUSTER > 1
-    asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #else
     __syncthreads();
 #endif
 }
 
-__device__ float of_block(const float* p, u32 rank) {
 #if CLUSTER > 1
-    float x;
+__device__ u32 address_in_block(const void* p, u32 rank) {
     u32 address = (u32)__cvta_generic_to_shared(p), remote;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(remote));
-    return x;
-#else
-    return *p;
-#endif
+    return remote;
 }
+
+__device__ float4 of_block(const float4* p, u32 rank) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address_in_block(p, rank)) : "memory");
+    return v;
+}
+
+__device__ void to_block(float4* p, float4 v, u32 rank) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};"
+                 ::"r"(address_in_block(p, rank)), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+#endif
 
 // ---- columns in shared memory ----
 
-// k rows of W, then k rows of B, then 32 zeros, which stand for all rows from k on.
+extern __shared__ float4 shared4[];
+
+// k rows of W, k rows of B, and 32 zeros, which stand for all rows from k on: that is what shared memory begins with.
 struct Columns {
-    float *w, *b, *zeros;
     int k, slice, stride;
 
-    // 32 columns, from `column` on, of a row of W or B.
+    __device__ float* w() const { return (float*)shared4; }
+    __device__ float* b() const { return w() + k * stride; }
+    __device__ float* zeros() const { return w() + 2 * k * stride; }
+
+    // 32 columns, from `column` on, of a row of W or B. By one number, so that the compiler sees whose memory it is.
     __device__ const float* row(bool of_w, int row, int column) const {
-        return row < k ? (of_w ? w : b) + row * stride + column : zeros;
+        return w() + (row < k ? ((of_w ? 0 : k) + row) * stride + column : 2 * k * stride);
     }
 };
 
@@ -156,108 +193,156 @@ struct Columns {
 // Tiles of 16 x 8: first [W; B] W', row by row of tiles, then the lower half of [W; B] B', which is B B'.
 constexpr int FIRST = GROUPS * GROUPS, LOWER = GROUPS / 2;
 
-template <int PART, bool W_SIDE, bool B_SIDE, typename Sums>
-__device__ void add_products(Sums& sums, const Split* first, const Split* second) {
+template <int PART, int FROM, int TO>
+__device__ void add_products(bool fresh, float (*sums)[4], const Split* first, const Split* second) {
 #pragma unroll
     for (int m = 0; m < GROUPS; m++) {
         // Rows 8 m and 8 m + 8 of [W; B]; with 8 rows, W and B themselves.
         const Split a0 = first[2 * m], a1 = first[2 * m + 1], a2 = second[2 * m], a3 = second[2 * m + 1];
 #pragma unroll
-        for (int c = 0; c < GROUPS; c++) {
-            if (W_SIDE) mma_part<PART>(sums[m * GROUPS + c], a0, a1, a2, a3, first[c], second[c]);
-            if (B_SIDE && m >= LOWER)
-                mma_part<PART>(sums[FIRST + (m - LOWER) * GROUPS + c], a0, a1, a2, a3, first[GROUPS + c],
-                               second[GROUPS + c]);
+        for (int c = 0; c < 2 * GROUPS; c++) {
+            if (c >= GROUPS && m < LOWER) continue;
+            const int tile = c < GROUPS ? m * GROUPS + c : FIRST + (m - LOWER) * GROUPS + c - GROUPS;
+            if (tile >= FROM && tile < TO) mma_part<PART>(fresh, sums[tile - FROM], a0, a1, a2, a3, first[c], second[c]);
         }
     }
 }
 
-// The tiles of the columns that this warp takes, added up over all warps, into `buffers` as [tile][lane][4].
+constexpr int SHARE = TILES / TEAMS;  // tiles of a warp
+
+// The tiles from TEAM_NUMBER * SHARE on, of the columns from `begin` to `end` that this warp takes.
 //
 // The operands of m16n8k8 are such that a lane that holds 2 columns of row `lane/4` has what it needs on both sides.
-// Which columns those are does not matter, as long as they are the same for all rows.
-template <bool W_SIDE, bool B_SIDE>
-__device__ void gram(const Columns& columns, float* buffers) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    float total[TILES][4] = {};
-    for (int column = 32 * warp; column < columns.slice; column += 32 * WARPS) {
-        float part[CHAINS][TILES][4] = {};
+// Which columns those are does not matter, as long as they are the same for all rows: they are those that no two lanes
+// find in the same bank.
+template <int TEAM_NUMBER>
+__device__ void gram(const Columns& columns, int begin, int end, float (*total)[4]) {
+    constexpr int FROM = TEAM_NUMBER * SHARE, TO = FROM + SHARE;
+    const int lane = threadIdx.x % 32, member = threadIdx.x / 32 % TEAM, g = lane / 4, t = lane % 4;
+    for (int column = begin + 32 * member; column < end; column += 32 * TEAM) {
+        float part[CHAINS][SHARE][4];
         const float* rows[2 * GROUPS];
 #pragma unroll
-        for (int i = 0; i < 2 * GROUPS; i++) rows[i] = columns.row(i < GROUPS, 8 * i % ROWS + g, column) + 8 * t;
-#pragma unroll(ROWS == 8 ? 4 : 1)
-        for (int step = 0; step < 8; step += 2) {
+        for (int i = 0; i < 2 * GROUPS; i++)
+            rows[i] = columns.row(i < GROUPS, 8 * i % ROWS + g, column) + 16 * (t & 1) + (t & 2);
+#pragma unroll(ROWS == 32 ? 1 : 4)
+        for (int step = 0; step < 16; step += 4) {
             Split first[2 * GROUPS], second[2 * GROUPS];
 #pragma unroll
             for (int i = 0; i < 2 * GROUPS; i++) {
-                const bool used = W_SIDE || ROWS == 8 || i >= GROUPS;
-                const float2 v = used ? *(const float2*)(rows[i] + step) : make_float2(0, 0);
+                const float2 v = *(const float2*)(rows[i] + step);
                 first[i] = split(v.x), second[i] = split(v.y);
             }
-            // With 32 rows there are not enough registers for sums of sums, and slices are short.
-            add_products<0, W_SIDE, B_SIDE>(ROWS == 32 ? total : part[0], first, second);
-            add_products<1, W_SIDE, B_SIDE>(ROWS == 32 ? total : part[1 % CHAINS], first, second);
-            add_products<2, W_SIDE, B_SIDE>(ROWS == 32 ? total : part[2 % CHAINS], first, second);
+            // With 32 rows there are not enough registers for sums of sums: see all_tiles.
+            const bool fresh = ROWS < 32 && step == 0;
+            add_products<0, FROM, TO>(fresh, ROWS == 32 ? total : part[0], first, second);
+            add_products<1, FROM, TO>(fresh && CHAINS > 1, ROWS == 32 ? total : part[1 % CHAINS], first, second);
+            add_products<2, FROM, TO>(fresh && CHAINS > 2, ROWS == 32 ? total : part[2 % CHAINS], first, second);
         }
         if (ROWS < 32) {
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile++)
+            for (int tile = 0; tile < SHARE; tile++)
 #pragma unroll
                 for (int i = 0; i < 4; i++)
 #pragma unroll
                     for (int chain = 0; chain < CHAINS; chain++) total[tile][i] += part[chain][tile][i];
         }
     }
-    // Always in the same order, for the same sum in every run.
-    for (int turn = 0; turn < WARPS / BUFFERS; turn++) {
-        if (turn == warp / BUFFERS) {
-            float4* sums = (float4*)buffers + warp % BUFFERS * TILES * 32 + lane;
+}
+
+// The tiles of all warps of a team, added up in `buffers` as [buffer][tile][lane][4]. With 32 rows that is done for every 32
+// columns of a warp.
+__device__ void all_tiles(const Columns& columns, float* buffers) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, team = warp / TEAM, member = warp % TEAM;
+    const int width = ROWS == 32 ? 32 * TEAM : columns.slice;
+    for (int begin = 0; begin < columns.slice; begin += width) {
+        const int end = min(begin + width, columns.slice);
+        float total[SHARE][4] = {};
+        if (TEAMS == 1 || team == 0) gram<0>(columns, begin, end, total);
+        else gram<TEAMS - 1>(columns, begin, end, total);
+        // Always in the same order, for the same sum in every run.
+        for (int turn = 0; turn < TEAM / BUFFERS; turn++) {
+            if (turn == member / BUFFERS) {
+                float4* sums = (float4*)buffers + (member % BUFFERS * TILES + team * SHARE) * 32 + lane;
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile++) {
-                if (!(tile < FIRST ? W_SIDE : B_SIDE)) continue;
-                float4 v = turn ? sums[32 * tile] : make_float4(0, 0, 0, 0);
-                v.x += total[tile][0], v.y += total[tile][1], v.z += total[tile][2], v.w += total[tile][3];
-                sums[32 * tile] = v;
+                for (int tile = 0; tile < SHARE; tile++) {
+                    float4 v = turn || begin ? sums[32 * tile] : make_float4(0, 0, 0, 0);
+                    v.x += total[tile][0], v.y += total[tile][1], v.z += total[tile][2], v.w += total[tile][3];
+                    sums[32 * tile] = v;
+                }
             }
+            __syncthreads();
         }
-        __syncthreads();
     }
 }
 
-// G, O, O' and N of the whole class; with 32 rows, which are a lot to send around, for the first block alone.
-__device__ void all_grams(const Columns& columns, float* buffers, bool first, float* G, float* O, float* Ot, float* N) {
-    if (ROWS == 32) {
-        gram<true, false>(columns, buffers);
-        gram<false, true>(columns, buffers);
-    } else {
-        gram<true, true>(columns, buffers);
-    }
+__device__ float4 operator+(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
+// The sum over the blocks of a cluster of what they have in `mine`, TILES * 32 times four numbers, for every thread those
+// that it takes: x[j] is number threadIdx.x + j THREADS. `mine` is free again after the next wait_for_cluster.
+template <int EACH>
+__device__ void over_cluster(float4* mine, u32 rank, float4 (&x)[EACH]) {
+#if CLUSTER > 1
+    constexpr int ALL = TILES * 32, PART = ALL / CLUSTER;
+    arrive_at_cluster();
     wait_for_cluster();
-    constexpr int EACH = (TILES * 128 + THREADS - 1) / THREADS;
-    float x[EACH] = {};
-    if (!ALONE || first) {
+    if (ROWS == 32) {
+        // These are a lot to send around: a block adds up a part, and sends the sums to all.
+        float4* sums = mine + ALL;
+        for (int i = rank * PART + threadIdx.x; i < (rank + 1) * PART; i += THREADS) {
+            float4 sum = of_block(mine + i, 0);
+#pragma unroll
+            for (u32 block = 1; block < CLUSTER; block++) sum = sum + of_block(mine + i, block);
+#pragma unroll
+            for (u32 block = 0; block < CLUSTER; block++) to_block(sums + i, sum, block);
+        }
+        arrive_at_cluster_with_all();
+        wait_for_cluster();
+#pragma unroll
+        for (int j = 0; j < EACH; j++) x[j] = sums[min((int)threadIdx.x + j * THREADS, ALL - 1)];
+    } else {
 #pragma unroll
         for (int j = 0; j < EACH; j++) {
-            const int i = min((int)threadIdx.x + j * THREADS, TILES * 128 - 1);
+            const int i = min((int)threadIdx.x + j * THREADS, ALL - 1);
+            x[j] = of_block(mine + i, 0);
 #pragma unroll
-            for (u32 block = 0; block < CLUSTER; block++)
-#pragma unroll
-                for (int buffer = 0; buffer < BUFFERS; buffer++)
-                    x[j] += of_block(buffers + buffer * TILES * 128 + i, block);
+            for (u32 block = 1; block < CLUSTER; block++) x[j] = x[j] + of_block(mine + i, block);
         }
     }
-    wait_for_cluster();  // nobody overwrites its sums, or leaves, before all have read them
-    if (!ALONE || first) {
+    arrive_at_cluster();
+#endif
+}
+
+// G, O, O' and N of the whole class.
+__device__ void all_grams(const Columns& columns, float* buffers, float4* mine, u32 rank, float* G, float* O, float* Ot,
+                          float* N) {
+    all_tiles(columns, buffers);
+    constexpr int EACH = (TILES * 32 + THREADS - 1) / THREADS;
+    float4 x[EACH];
 #pragma unroll
-        for (int j = 0; j < EACH; j++) {
-            const int i = threadIdx.x + j * THREADS, lane = i % 128 / 4, part = i % 4, all = i / 128;
-            if (all >= TILES) break;
-            const int tile = all < FIRST ? all : all - FIRST + LOWER * GROUPS;
+    for (int j = 0; j < EACH; j++) {
+        const int i = min((int)threadIdx.x + j * THREADS, TILES * 32 - 1);
+        x[j] = ((const float4*)buffers)[i];
+#pragma unroll
+        for (int buffer = 1; buffer < BUFFERS; buffer++)
+            x[j] = x[j] + ((const float4*)buffers)[buffer * TILES * 32 + i];
+        if (CLUSTER > 1) mine[i] = x[j];
+    }
+    if (CLUSTER > 1) over_cluster(mine, rank, x);
+    else __syncthreads();  // before anybody overwrites the buffers
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const int i = threadIdx.x + j * THREADS, lane = i % 32, all = i / 32;
+        if (all >= TILES) break;
+        const int tile = all < FIRST ? all : all - FIRST + LOWER * GROUPS;
+        const float values[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
+#pragma unroll
+        for (int part = 0; part < 4; part++) {
             const int row = 16 * (tile / GROUPS) + lane / 4 + (part & 2) * 4 - ROWS;  // of B; negative for rows of W
             const int column = 8 * (tile % GROUPS) + lane % 4 * 2 + (part & 1);
-            if (all < FIRST && row < 0) G[(row + ROWS) * ROWS + column] = x[j];
-            if (all < FIRST && row >= 0) O[row * ROWS + column] = x[j], Ot[column * ROWS + row] = x[j];
-            if (all >= FIRST && row >= 0) N[row * ROWS + column] = x[j];
+            if (all < FIRST && row < 0) G[(row + ROWS) * ROWS + column] = values[part];
+            if (all < FIRST && row >= 0) O[row * ROWS + column] = values[part], Ot[column * ROWS + row] = values[part];
+            if (all >= FIRST && row >= 0) N[row * ROWS + column] = values[part];
         }
     }
     __syncthreads();
@@ -281,6 +366,7 @@ struct Four {
 __device__ int place() { return 4 * threadIdx.x % MATRIX; }
 
 __device__ Four four(const float* matrix) {
+    __builtin_assume(__isShared(matrix));  // for the instruction that is made for it
     const float4 v = *(const float4*)(matrix + place());
     return {v.x, v.y, v.z, v.w};
 }
@@ -288,6 +374,7 @@ __device__ Four four(const float* matrix) {
 // Entry by entry: f(row, column, j), j counting this thread's four.
 template <typename F>
 __device__ void set(float* matrix, F f) {
+    __builtin_assume(__isShared(matrix));
     const int row = place() / ROWS, column = place() % ROWS;
     *(float4*)(matrix + place()) = make_float4(f(row, column, 0), f(row, column + 1, 1), f(row, column + 2, 2),
                                                f(row, column + 3, 3));
@@ -295,6 +382,8 @@ __device__ void set(float* matrix, F f) {
 
 // a b. Not inlined: code that runs once has to be fetched first.
 __device__ __noinline__ Four times(const float* a, const float* b) {
+    __builtin_assume(__isShared(a));
+    __builtin_assume(__isShared(b));
     const int row = place() / ROWS, column = place() % ROWS;
     Four sum = {};
 #pragma unroll(ROWS <= 16 ? ROWS / 4 : 2)
@@ -312,6 +401,7 @@ __device__ __noinline__ Four times(const float* a, const float* b) {
 }
 
 __device__ float trace(const float* a) {
+    __builtin_assume(__isShared(a));
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) sum += a[i * ROWS + i];
@@ -359,14 +449,17 @@ __device__ __noinline__ float largest_singular_value(const float* A, float* a, f
 // ---- new rows ----
 
 // [W'; M'] = [W; B] + [SS SB; MS MB] [W; B], to memory.
+//
+// MB is 0, but for marks of absent rows, if momentum is not transported in parallel.
 __device__ void move(const Columns& columns, const float* SS, const float* SB, const float* MS, const float* MB,
-                     float* new_w, Momentum* new_m, int n, int start, bool vectors) {
+                     float* new_w, Momentum* new_m, int n, int start, bool vectors, bool parallel) {
     constexpr int STEPS = 2 * ROWS / 8;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    for (int tile = 0; tile < 2 * ROWS / 16; tile++) {
+    {
+        const int tile = warp % GROUPS, first_chunk = warp / GROUPS;  // some warps make some of the rows
         const int upper = 16 * tile + g, lower = upper + 8;
-        if (!new_w && 16 * tile + 15 < ROWS) continue;
-        if (!new_m && 16 * tile >= ROWS) continue;
+        if (!new_w && 16 * tile + 15 < ROWS) return;
+        if (!new_m && 16 * tile >= ROWS) return;
         Split factor[STEPS][4];
 #pragma unroll
         for (int step = 0; step < STEPS; step++)
@@ -376,12 +469,14 @@ __device__ void move(const Columns& columns, const float* SS, const float* SB, c
                 const float* part = row < ROWS ? (8 * step < ROWS ? SS : SB) : (8 * step < ROWS ? MS : MB);
                 factor[step][i] = split(part[row % ROWS * ROWS + column % ROWS]);
             }
-        for (int column = 32 * warp; column < columns.slice; column += 32 * WARPS) {
+        const int steps = ROWS > 8 && 16 * tile >= ROWS && !parallel ? STEPS / 2 : STEPS;
+        for (int column = 32 * first_chunk; column < columns.slice; column += 32 * (WARPS / GROUPS)) {
             // Such that what a lane gets are twice four neighbours, 4 t and 16 + 4 t, and a row's lanes fill sectors.
             const int from = (g & 1) * 16 + (g & 6) * 2;
-            float sum[4][4] = {};
+            float sum[4][4];
 #pragma unroll
             for (int step = 0; step < STEPS; step++) {
+                if (ROWS > 8 && step >= steps) break;
                 const bool of_w = 8 * step < ROWS;
                 const float4 v = *(const float4*)(columns.row(of_w, 8 * step % ROWS + t, column) + from);
                 const float4 u = *(const float4*)(columns.row(of_w, 8 * step % ROWS + t + 4, column) + from);
@@ -389,11 +484,11 @@ __device__ void move(const Columns& columns, const float* SS, const float* SB, c
                 const Split second[4] = {split(u.x), split(u.y), split(u.z), split(u.w)};
                 const Split* f = factor[step];
 #pragma unroll
-                for (int j = 0; j < 4; j++) mma_part<0>(sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
+                for (int j = 0; j < 4; j++) mma_part<0>(step == 0, sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
 #pragma unroll
-                for (int j = 0; j < 4; j++) mma_part<1>(sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
+                for (int j = 0; j < 4; j++) mma_part<1>(false, sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
 #pragma unroll
-                for (int j = 0; j < 4; j++) mma_part<2>(sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
+                for (int j = 0; j < 4; j++) mma_part<2>(false, sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
             }
 #pragma unroll
             for (int part = 0; part < 4; part++) {  // of the two rows the first four columns, and the next four
@@ -416,7 +511,7 @@ __device__ __noinline__ void move_here(float* x, Columns columns, const float* L
     for (int column = threadIdx.x; column < columns.slice; column += THREADS) {
         float sum[ROWS] = {};
         for (int l = 0; l < columns.k; l++) {
-            const float left = columns.w[l * columns.stride + column], right = columns.b[l * columns.stride + column];
+            const float left = *(columns.row(true, l, column)), right = *(columns.row(false, l, column));
 #pragma unroll
             for (int r = 0; r < ROWS; r++) sum[r] = fmaf(R[r * ROWS + l], right, fmaf(L[r * ROWS + l], left, sum[r]));
         }
@@ -554,82 +649,94 @@ __device__ Verdict middle(Matrices m, float rate, int flags, float max_angle, bo
     return length > 0 ? MOVE : STAY;
 }
 
+// The heads of a launch, in its arguments; all have the same k and n.
+struct Heads {
+    float* weight[HEADS];
+    const Grad* grad[HEADS];
+    Momentum* momentum[HEADS];
+    int end[HEADS];  // the number of classes up to and with this head
+};
+
 extern "C" __global__ void
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
 __launch_bounds__(THREADS, BLOCKS)
-step(float* weight, const Grad* grad, Momentum* momentum, unsigned long long* counts, const float* lr_on_device,
+step(const __grid_constant__ Heads heads, unsigned long long* counts, const float* lr_on_device,
      const float* momentum_on_device, const float* skip, double lr_value, double momentum_value, double max_angle, int k,
      int n, int slice, int flags) {
-    extern __shared__ float4 shared4[];
     __shared__ int verdict;
-    const int stride = slice + PAD, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float* w = (float*)shared4;
-    const Columns columns = {w, w + k * stride, w + 2 * k * stride, k, slice, stride};
-    float* rest = columns.zeros + 32;
-    auto matrix = [&](int i) { return rest + i * MATRIX; };
-    const Matrices m = {matrix(0), matrix(1), matrix(2), matrix(3), matrix(4),
-                        matrix(5), matrix(6), matrix(7), matrix(8)};
-    float* sums = m.T;  // BUFFERS times TILES tiles, before there is anything from T to S
-
     if ((flags & CAN_SKIP) && *skip != 0) return;
     const float rate = flags & LR_ON_DEVICE ? *lr_on_device : (float)lr_value;
     const float mu = flags & MOMENTUM_ON_DEVICE ? *momentum_on_device : (float)momentum_value;
     const bool has_momentum = flags & HAS_MOMENTUM, vectors = flags & VECTORS;
     const float sign = flags & MAXIMIZE ? -1.0f : 1.0f;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, stride = slice + PAD;
     const u32 rank = rank_in_cluster();
-    const int start = rank * slice;
-    const long long first = (long long)(blockIdx.x / CLUSTER) * k * n;
-    weight += first, grad += first;
-    if (has_momentum) momentum += first;
+    const int start = rank * slice, inside = min(slice, n - start);
+
+    int head = 0, which = blockIdx.x / CLUSTER;
+    while (which >= heads.end[head]) head++;
+    if (head) which -= heads.end[head - 1];
+    counts += 2 * head;
+    const long long first = (long long)which * k * n;
+    float* weight = heads.weight[head] + first;
+    const Grad* grad = heads.grad[head] + first;
+    Momentum* momentum = has_momentum ? heads.momentum[head] + first : nullptr;
+
+    const Columns columns = {k, slice, stride};
+    float* rest = columns.zeros() + 32;
+    float4* mine = (float4*)rest;
+    if (CLUSTER > 1) rest += (ROWS == 32 ? 2 : 1) * TILES * 128;
+    auto matrix = [&](int i) { return rest + i * MATRIX; };
+    const Matrices m = {matrix(0), matrix(1), matrix(2), matrix(3), matrix(4),
+                        matrix(5), matrix(6), matrix(7), matrix(8)};
+    float* sums = m.T;  // before there is anything from T to S
 
     // Steps 1 to 3 of Algorithm 1, but for the projection: W and B = mu M + D, zero beyond n.
-    if (warp == 0) columns.zeros[lane] = 0;
+    if (warp == 0) columns.zeros()[lane] = 0;
+    auto sum = [&](float y, float z) { return has_momentum ? fmaf(mu, z, sign * y) : sign * y; };
     for (int row = warp; row < k; row += WARPS) {
         const long long at = (long long)row * n + start;
-        float *w_row = columns.w + row * stride, *b_row = columns.b + row * stride;
-        int column = 4 * lane;
+        float *w_row = columns.w() + row * stride, *b_row = columns.b() + row * stride;
         if (vectors) {
-            // Whole batches, all of whose loads are under way at once.
-            const int end = min(slice, n - start) - 128 * (BATCH - 1) - 3;
-            for (; column < end; column += 128 * BATCH) {
+            for (int column = 4 * lane; column < slice; column += 128 * BATCH) {
                 float4 x[BATCH], y[BATCH], z[BATCH];
 #pragma unroll
                 for (int i = 0; i < BATCH; i++) {
-                    x[i] = get4(weight + at + column + 128 * i);
-                    y[i] = get4(grad + at + column + 128 * i);
-                    if (has_momentum) z[i] = get4(momentum + at + column + 128 * i);
+                    const int here = column + 128 * i;
+                    x[i] = y[i] = z[i] = make_float4(0, 0, 0, 0);
+                    if (here < inside) {
+                        x[i] = get4(weight + at + here);
+                        y[i] = get4(grad + at + here);
+                        if (has_momentum) z[i] = get4(momentum + at + here);
+                    }
                 }
 #pragma unroll
                 for (int i = 0; i < BATCH; i++) {
-                    if (has_momentum) {
-                        y[i].x = fmaf(mu, z[i].x, sign * y[i].x), y[i].y = fmaf(mu, z[i].y, sign * y[i].y);
-                        y[i].z = fmaf(mu, z[i].z, sign * y[i].z), y[i].w = fmaf(mu, z[i].w, sign * y[i].w);
-                    } else {
-                        y[i].x *= sign, y[i].y *= sign, y[i].z *= sign, y[i].w *= sign;
-                    }
-                    *(float4*)(w_row + column + 128 * i) = x[i];
-                    *(float4*)(b_row + column + 128 * i) = y[i];
+                    const int here = column + 128 * i;
+                    if (here >= slice) continue;
+                    *(float4*)(w_row + here) = x[i];
+                    *(float4*)(b_row + here) =
+                        make_float4(sum(y[i].x, z[i].x), sum(y[i].y, z[i].y), sum(y[i].z, z[i].z), sum(y[i].w, z[i].w));
                 }
             }
-        }
-        for (; column < slice; column += 128)
-            for (int j = column; j < column + 4; j++) {
-                const bool inside = start + j < n;
-                w_row[j] = inside ? get(weight + at + j) : 0;
-                float y = inside ? sign * get(grad + at + j) : 0;
-                if (inside && has_momentum) y = fmaf(mu, get(momentum + at + j), y);
-                b_row[j] = y;
+        } else {
+#pragma unroll 4
+            for (int column = lane; column < slice; column += 32) {
+                const bool here = column < inside;
+                w_row[column] = here ? weight[at + column] : 0;
+                b_row[column] = here ? sum(get(grad + at + column), has_momentum ? get(momentum + at + column) : 0) : 0;
             }
+        }
     }
     __syncthreads();
 
     // A class usually needs one round. With care it takes three: H for B, the step, its own Gram matrix for the new W.
     enum { STEP, CAREFUL_STEP, CORRECT } round = STEP;
     while (true) {
-        all_grams(columns, sums, rank == 0, m.G, m.U, m.V, m.C);
-        if (threadIdx.x < MIDDLE && (!ALONE || rank == 0)) {
+        all_grams(columns, sums, mine, rank, m.G, m.U, m.V, m.C);
+        if (threadIdx.x < MIDDLE) {
             int found = MOVE;
             if (round == CORRECT) {
                 const Four g = four(m.G);
@@ -640,34 +747,23 @@ step(float* weight, const Grad* grad, Momentum* momentum, unsigned long long* co
             }
             if (threadIdx.x == 0) verdict = found;
         }
-        if (ALONE) {
-            wait_for_cluster();
-            if (rank != 0) {
-                if (threadIdx.x == 0) verdict = __float_as_int(of_block((const float*)&verdict, 0));
-                for (int i = threadIdx.x; i < MATRIX; i += THREADS) {
-                    m.Y[i] = of_block(m.Y + i, 0), m.V[i] = of_block(m.V + i, 0);
-                    m.X[i] = of_block(m.X + i, 0), m.U[i] = of_block(m.U + i, 0);
-                }
-            }
-            wait_for_cluster();
-        } else {
-            __syncthreads();
-        }
+        __syncthreads();
+        if (CLUSTER > 1) wait_for_cluster();  // nobody overwrites its sums, or leaves, before all have read them
         if (verdict == SKIP) {
             if (threadIdx.x == 0 && rank == 0) atomicAdd(counts, 1ull);
             return;
         }
         if (verdict == AGAIN) {
             round = CAREFUL_STEP;
-            move_here(columns.b, columns, m.X, m.U);
+            move_here(columns.b(), columns, m.X, m.U);
             continue;
         }
         // A class that stays is left alone, to the bit.
         move(columns, m.Y, m.V, m.X, m.U, verdict == MOVE && round != CAREFUL_STEP ? weight : nullptr,
-             has_momentum && round != CORRECT ? momentum : nullptr, n, start, vectors);
+             round != CORRECT ? momentum : nullptr, n, start, vectors, flags & PARALLEL);
         if (verdict == STAY || round != CAREFUL_STEP) return;
         round = CORRECT;
         __syncthreads();
-        move_here(columns.w, columns, m.Y, m.V);
+        move_here(columns.w(), columns, m.Y, m.V);
     }
 }

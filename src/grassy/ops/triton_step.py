@@ -19,8 +19,8 @@ __all__ = ["fits", "geodesic_step"]
 
 #: Two such blocks, the weight and the tangent vector, in the registers of at most eight warps.
 MAX_ELEMENTS = 8192
-#: So that a lane holds half a hundred numbers of each block.
-ELEMENTS_OF_A_WARP = 2048
+#: So that a lane holds 32 numbers of each block, or 64 of a block with more than two rows, whose sums take longer.
+ELEMENTS_OF_A_WARP, MORE_ELEMENTS = 1024, 2048
 #: The loops over rows are unrolled: with 16 of them the kernel takes minutes to compile.
 MAX_ROWS = 8
 
@@ -84,7 +84,7 @@ def geodesic_step(
             PARALLEL=transport == "parallel",
             MAXIMIZE=maximize,
             LARGEST=float(2**MAX_DOUBLINGS),
-            num_warps=max(1, min(8, rows * columns // ELEMENTS_OF_A_WARP)),
+            num_warps=max(1, min(8, rows * columns // (ELEMENTS_OF_A_WARP if rows <= 2 else MORE_ELEMENTS))),
         )
     return counts[0], counts[1]
 

@@ -72,31 +72,31 @@ class RiemannianSGD(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if p.grad.is_sparse:
-                    raise TypeError("RiemannianSGD does not take sparse gradients")
+            params = [p for p in group["params"] if p.grad is not None]
+            if any(p.grad.is_sparse for p in params):
+                raise TypeError("RiemannianSGD does not take sparse gradients")
+            for p in params:
                 state = self.state[p]
                 if group["momentum"] and "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 for count in COUNTS:
                     if count not in state:
                         state[count] = torch.zeros((), dtype=torch.int64, device=p.device)
-                counts = ops.geodesic_step(
-                    p,
-                    p.grad,
-                    state.get("momentum_buffer"),
-                    group["lr"],
-                    group["momentum"],
-                    retraction=group["retraction"],
-                    transport=group["transport"],
-                    max_angle=group["max_angle"],
-                    maximize=group["maximize"],
-                    direction=group["direction"],
-                )
-                state["skipped_classes"] += counts.skipped
-                state["capped_classes"] += counts.capped
+            steps = ops.geodesic_steps(
+                params,
+                [p.grad for p in params],
+                [self.state[p].get("momentum_buffer") for p in params],
+                group["lr"],
+                group["momentum"],
+                retraction=group["retraction"],
+                transport=group["transport"],
+                max_angle=group["max_angle"],
+                maximize=group["maximize"],
+                direction=group["direction"],
+            )
+            for p, counts in zip(params, steps, strict=True):
+                self.state[p]["skipped_classes"] += counts.skipped
+                self.state[p]["capped_classes"] += counts.capped
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
