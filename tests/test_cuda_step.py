@@ -214,3 +214,17 @@ def test_heads_in_one_launch_can_live_in_a_graph():
     graph.replay()
     for a, b in zip(weights, expected, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("k", [2, 8])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_counts_are_added_to_those_that_are_given(heads, k):
+    weights = [g.random_subspace(4, k, 70, device="cuda") for _ in range(heads)]
+    grads = [torch.randn_like(w) for w in weights]
+    grads[0][1:3] = float("nan")
+    totals = [torch.tensor([5, 7], device="cuda") for _ in weights]
+    for _ in range(2):
+        counts = ops.geodesic_steps(weights, grads, [None] * heads, 0.1, counts=totals, max_angle=1e-4)
+    assert totals[0].tolist() == [5 + 2 * 2, 7 + 2 * 2]
+    assert all(total.tolist() == [5, 7 + 2 * 4] for total in totals[1:])
+    assert int(counts[0].skipped) == 9

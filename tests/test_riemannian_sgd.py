@@ -1,5 +1,6 @@
 """Algorithm 1: the optimizer against a literal transcription, its invariances, and the hazards of the design."""
 
+import io
 import weakref
 
 import pytest
@@ -472,6 +473,24 @@ def test_the_optimizer_never_writes_to_the_gradient():
     before = p.grad.clone()
     RiemannianSGD([p], lr=0.1).step()
     assert torch.equal(p.grad, before)
+
+
+def test_counts_go_on_after_a_state_was_loaded():
+    w = torch.nn.Parameter(g.random_subspace(4, 2, 8))
+    w.grad = torch.randn_like(w)
+    w.grad[1] = torch.nan
+    optimizer = RiemannianSGD([w], lr=0.1, max_angle=1e-3)
+    for _ in range(2):
+        optimizer.step()
+    assert (optimizer.skipped_classes, optimizer.capped_classes) == (2, 6)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other = RiemannianSGD([w], lr=0.1, max_angle=1e-3)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    other.step()
+    assert (other.skipped_classes, other.capped_classes) == (3, 9)
+    assert (optimizer.skipped_classes, optimizer.capped_classes) == (2, 6)
 
 
 def test_step_takes_a_closure_and_skips_parameters_without_a_gradient():

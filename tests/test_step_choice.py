@@ -210,6 +210,12 @@ def test_several_heads_step_as_each_alone():
         assert m is m_alone is None or torch.equal(m, m_alone)
         assert count == count_alone
     assert ops.geodesic_steps([], [], [], 0.3) == []
+    totals = [torch.tensor([10 * i, 1]) for i in range(4)]
+    again = ops.geodesic_steps(weights, grads, momenta, 0.3, 0.9, counts=totals)
+    assert [int(c.skipped) for c in again] == [0, 11, 20, 30]
+    assert [total.tolist() for total in totals] == [[0, 1], [11, 1], [20, 1], [30, 1]]
+    ops.geodesic_steps(weights, grads, momenta, 0.3, 0.9, counts=totals, skip=torch.ones(()))
+    assert totals[1].tolist() == [11, 1]
     with pytest.raises(ValueError, match="need weight and gradient of one shape"):
         ops.geodesic_steps(weights, grads[::-1], momenta, 0.3)
 

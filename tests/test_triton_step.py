@@ -68,11 +68,18 @@ step(half[1], grad.float(), torch.zeros_like(w))
 qf = w.clone(), w.clone()
 step(qf[0], torch.ones_like(w), torch.zeros_like(w), retraction="qf")
 ops.geodesic_step(qf[1], torch.ones_like(w), torch.zeros_like(w), 0.1, 0.9, retraction="qf", impl="reference")
+totals = torch.tensor([5, 7])
+bad = torch.full_like(w, float("inf"))
+for retraction in ("geodesic", "qf"):
+    ops.geodesic_steps(
+        [w.clone()], [bad], [None], 0.1, counts=[totals], retraction=retraction, impl="triton"
+    )
 long = geometry.random_subspace(1, 2, 24)
 momentum = torch.zeros_like(long)
 for _ in range(60):
     step(long, torch.randn_like(long), momentum)
 print(json.dumps({
+    "totals": totals.tolist(),
     "rows": rows,
     "skipped": skipped,
     "untouched": torch.equal(w[1], before[0][1]) and torch.equal(m[1], before[1][1]),
@@ -112,6 +119,10 @@ def test_a_class_whose_gradient_is_not_finite_is_left_alone_and_counted(report):
     assert report["skipped"] == [1, 0]
     assert report["untouched"]
     assert report["others moved"]
+
+
+def test_counts_are_added_to_those_that_are_given(report):
+    assert report["totals"] == [5 + 3 + 3, 7]
 
 
 def test_zero_gradients_move_nothing_to_the_bit(report):

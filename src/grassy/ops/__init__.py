@@ -215,9 +215,14 @@ def geodesic_steps(
     maximize: bool = False,
     direction: str = "gradient",
     skip: Tensor | None = None,
+    counts: Sequence[Tensor] | None = None,
     impl: str = "auto",
 ) -> list[StepCounts]:
-    """`geodesic_step` of several weights (C_i, K_i, N_i). On an NVIDIA GPU those of one K and N are one launch."""
+    """`geodesic_step` of several weights (C_i, K_i, N_i). On an NVIDIA GPU those of one K and N are one launch.
+
+    counts: for each weight two numbers, int64 on its device, to which those of this step are added, and which are then
+    returned: that saves the launches that would set new ones to 0 and add them up.
+    """
     check_step_options(retraction, transport, direction)
     if direction == "spectral" and impl not in ("auto", "reference"):
         raise ValueError(f"direction='spectral' needs impl 'auto' or 'reference', which alone knows it, got {impl!r}")
@@ -231,20 +236,28 @@ def geodesic_steps(
     if skip is not None and skip.device.type != "cpu":
         options["skip"] = skip
     elif skip is not None and bool(skip != 0):
-        zeros = [torch.zeros(2, dtype=torch.int64, device=weight.device) for weight in weights]
-        return [StepCounts(*zero) for zero in zeros]
-    counts: dict[int, StepCounts] = {}
+        counts = counts or [torch.zeros(2, dtype=torch.int64, device=weight.device) for weight in weights]
+        return [StepCounts(*each) for each in counts]
+    found: dict[int, StepCounts] = {}
     for together in _launches(heads, impl, retraction):
         weight = weights[together[0]]
         rates = (_for_device(lr, weight), _for_device(momentum, weight))
         with geometry.without_autocast(weight):
             if len(together) == 1:
-                found = [_load(choose(impl, weight)).geodesic_step(*heads[together[0]], *rates, **options)]
+                (number,) = together
+                name = choose(impl, weight)
+                adds = counts is not None and name in ("cuda", "triton")
+                own = {"counts": counts[number]} if counts is not None and adds else {}
+                now = [_load(name).geodesic_step(*heads[number], *rates, **options, **own)]
             else:
+                adds = False
                 columns = [[heads[i][part] for i in together] for part in range(3)]
-                found = _load("cuda").geodesic_steps(*columns, *rates, **options)
-        counts |= {i: StepCounts(*each) for i, each in zip(together, found, strict=True)}
-    return [counts[i] for i in range(len(heads))]
+                now = _load("cuda").geodesic_steps(*columns, *rates, **options)
+        for i, each in zip(together, now, strict=True):
+            if counts is not None and not adds:
+                counts[i].add_(torch.stack(each))
+            found[i] = StepCounts(*(each if counts is None else counts[i]))
+    return [found[i] for i in range(len(heads))]
 
 
 def _check_step(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None) -> None:

@@ -118,11 +118,14 @@ def geodesic_step(
     lr: float | Tensor,
     momentum: float | Tensor,
     *,
-    skip: Tensor | None = None,
+    counts: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`reference.geodesic_step` in one launch. If `skip`, a number on the device, is not 0, nothing is done."""
-    return geodesic_steps([weight], [grad], [momentum_buffer], lr, momentum, skip=skip, **options)[0]
+    """`reference.geodesic_step` in one launch. If `skip`, a number on the device, is not 0, nothing is done.
+
+    counts: two numbers to which those of this step are added.
+    """
+    return geodesic_steps([weight], [grad], [momentum_buffer], lr, momentum, counts=counts, **options)[0]
 
 
 def geodesic_steps(
@@ -133,21 +136,26 @@ def geodesic_steps(
     momentum: float | Tensor,
     *,
     skip: Tensor | None = None,
+    counts: Tensor | None = None,
     **options: Any,
 ) -> list[tuple[Tensor, Tensor]]:
     """`geodesic_step` of up to HEADS weights (C_i, K, N) in one launch: of one K, N and device, and alike in types.
 
-    All have momentum or none has.
+    All have momentum or none has. counts: a pair of numbers for each weight, one after the other, to be added to.
     """
     grads = [grad.contiguous() for grad in grads]
     buffers = [buffer for buffer in momentum_buffers if buffer is not None]
     weight, dtypes = weights[0], (grads[0].dtype, buffers[0].dtype if buffers else torch.float32)
     taken = all(dtype in (torch.float32, torch.bfloat16) for dtype in dtypes)
     if options["retraction"] == "qf" or not taken or not all(buffer.is_contiguous() for buffer in buffers):
-        return [
+        found = [
             reference.geodesic_step(*tensors, lr, momentum, skip=skip, **options)
             for tensors in zip(weights, grads, momentum_buffers, strict=True)
         ]
+        if counts is None:
+            return found
+        counts += torch.stack([number for pair in found for number in pair]).view_as(counts)
+        return [(pair[0], pair[1]) for pair in counts.view(-1, 2)]
     _, k, n = weight.shape
     chosen = plan(k, n, torch.cuda.get_device_capability(weight.device))
     if chosen is None:
@@ -171,7 +179,8 @@ def geodesic_steps(
         classes += len(each)
         heads.weight[i], heads.grad[i], heads.end[i] = each.data_ptr(), grad.data_ptr(), classes
         heads.momentum[i] = buffers[i].data_ptr() if buffers else None
-    counts = torch.zeros(len(weights), 2, dtype=torch.int64, device=weight.device)
+    if counts is None:
+        counts = torch.zeros(len(weights), 2, dtype=torch.int64, device=weight.device)
     with torch.cuda.device(weight.device):
         kernel = _kernel(chosen, *(dtype == torch.bfloat16 for dtype in dtypes), weight.device)
         arguments = [
@@ -185,7 +194,7 @@ def geodesic_steps(
         kernel.launch(classes * chosen.cluster, 32 * chosen.warps, chosen.shared_bytes, arguments)
     # As torch does itself, so that autograd notices.
     torch.autograd.graph.increment_version([*weights, *buffers])
-    return [(count[0], count[1]) for count in counts]
+    return [(pair[0], pair[1]) for pair in counts.view(-1, 2)]
 
 
 def _as_float32(value: Any, device: torch.device) -> Any:

@@ -44,10 +44,11 @@ def geodesic_step(
     max_angle: float | None,
     maximize: bool,
     skip: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`reference.geodesic_step` in one launch."""
+    """`reference.geodesic_step` in one launch. counts: two numbers to which those of this step are added."""
     if retraction == "qf" or not fits(weight) or (momentum_buffer is not None and not momentum_buffer.is_contiguous()):
-        return reference.geodesic_step(
+        found = reference.geodesic_step(
             weight,
             grad,
             momentum_buffer,
@@ -59,8 +60,13 @@ def geodesic_step(
             maximize=maximize,
             skip=skip,
         )
+        if counts is None:
+            return found
+        counts += torch.stack(found)
+        return counts[0], counts[1]
     classes, k, n = weight.shape
-    counts = torch.zeros(2, dtype=torch.int64, device=weight.device)
+    if counts is None:
+        counts = torch.zeros(2, dtype=torch.int64, device=weight.device)
     rows, columns = triton.next_power_of_2(k), triton.next_power_of_2(n)
     with torch.cuda.device_of(weight):  # Triton launches on the current device
         _step[(classes,)](

@@ -79,10 +79,7 @@ class RiemannianSGD(Optimizer):
                 state = self.state[p]
                 if group["momentum"] and "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-                for count in COUNTS:
-                    if count not in state:
-                        state[count] = torch.zeros((), dtype=torch.int64, device=p.device)
-            steps = ops.geodesic_steps(
+            ops.geodesic_steps(
                 params,
                 [p.grad for p in params],
                 [self.state[p].get("momentum_buffer") for p in params],
@@ -93,10 +90,8 @@ class RiemannianSGD(Optimizer):
                 max_angle=group["max_angle"],
                 maximize=group["maximize"],
                 direction=group["direction"],
+                counts=[_counts(self.state[p], p.device) for p in params],
             )
-            for p, counts in zip(params, steps, strict=True):
-                self.state[p]["skipped_classes"] += counts.skipped
-                self.state[p]["capped_classes"] += counts.capped
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,6 +115,15 @@ class RiemannianSGD(Optimizer):
 
     def _total(self, count: str) -> int:
         return sum(int(self.state.get(p, {}).get(count, 0)) for g in self.param_groups for p in g["params"])
+
+
+def _counts(state: dict[str, Any], device: torch.device) -> Tensor:
+    """Both counts as one tensor, of whose memory those in the state are: a kernel adds to it directly."""
+    now = [state.get(name, torch.zeros((), dtype=torch.int64, device=device)) for name in COUNTS]
+    if now[0]._base is None or now[0]._base is not now[1]._base:  # there are none yet, or a state was loaded
+        state.update(zip(COUNTS, torch.stack(now).unbind(), strict=True))
+    pair: Tensor = state[COUNTS[0]]._base
+    return pair
 
 
 def _check_options(group: dict[str, Any]) -> None:
