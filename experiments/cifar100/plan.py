@@ -89,7 +89,7 @@ STARTS = {variant.start for variant in VARIANTS.values() if variant.start}
 SIDES = (("softmax", "softmax-std"), tuple(name for name in HEADS if name.startswith("grassmann")))
 #: Rows that several claims or an equivalence rest on; the contestants are added.
 FIVE_SEEDS = ("softmax", "grassmann-8", "grassmann-8-qf")
-#: The rows of `final`; those that begin with the weights of softmax right after it, while these are there.
+#: The rows of `final`, in order; those that begin with the weights of softmax right after it, while these are there.
 ROWS = ("softmax", *(name for name in VARIANTS if VARIANTS[name].start), *(name for name in HEADS if name != "softmax"))
 ROWS += tuple(name for name in VARIANTS if not VARIANTS[name].start)
 
@@ -158,12 +158,12 @@ def plan(lines: Lines, overrides: Sequence[str] = ()) -> list[Job]:
     jobs = [job for each in trials.values() for job in each]
     chosen = {name: best(each, lines) for name, each in trials.items()}
     winners = contestants(chosen, lines)
-    for seed in MORE_SEEDS:
-        done: dict[str, Job] = {}
-        for row in ROWS:
+    done: dict[int, dict[str, Job]] = {seed: {} for seed in MORE_SEEDS}
+    for row in ROWS:  # its seeds one after the other: they share compiled code
+        for seed in MORE_SEEDS:
             if seed in SEEDS or row in FIVE_SEEDS or row in winners:
-                done[row] = _final(row, seed, chosen, done, overrides)
-                jobs.append(done[row])
+                done[seed][row] = _final(row, seed, chosen, done[seed], overrides)
+                jobs.append(done[seed][row])
     return jobs
 
 
