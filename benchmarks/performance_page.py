@@ -55,7 +55,7 @@ def page(results: Path, images: Path) -> str:
         "# Performance on a GPU",
         "This page is written by `python -m benchmarks.performance_page` from `benchmarks/results`. Times are medians, "
         "contestants take turns in one run, and ratios are of times in one run. Unless it is said otherwise, work is "
-        "replayed as a CUDA graph with the L2 cache emptied first.",
+        "replayed as a CUDA graph with the L2 cache emptied first, and nothing in it that has yet to be written.",
     ]
     sections: dict[str, tuple[str, Callable[[Result, Path], list[str]]]] = {
         "step": ("The step", step),
@@ -83,6 +83,7 @@ def page(results: Path, images: Path) -> str:
 def step(result: Result, images: Path) -> list[str]:
     rows, bandwidth = result["rows"], result["copy_bytes_per_ms"]
     ratios = [row["step_over_floor"] for row in rows]
+    dirty = [row["dirty_step_over_floor"] for row in rows if "dirty_step_over_floor" in row]
     intensity = {row["k"]: 12 * row["k"] / 20 for row in rows}
     least, most = min(intensity), max(intensity)
     rates = [12e-9 * row["k"] * numbers(row) / row["step_ms"] for row in rows]
@@ -94,7 +95,13 @@ def step(result: Result, images: Path) -> list[str]:
         f"operations for each number, or 0.6k for each byte: {intensity[least]:.1f} for k = {least}, "
         f"{intensity[most]:.1f} for k = {most}. Our kernels do up to {max(rates):.1f} TFLOP/s of it. What we call the "
         f"floor is the time of the five passes alone, at the bandwidth of a device copy, {bandwidth / 1e9:.2f} TB/s "
-        f"here. The step takes {between(ratios, '.2f')} times as long.",
+        f"here. The step takes {between(ratios, '.2f')} times as long."
+        + (
+            " If the cache is full of what another kernel has just written, which has to go to memory first, it takes "
+            f"{between(dirty, '.2f')} times as long."
+            if dirty
+            else ""
+        ),
         *(
             [
                 "Algorithm 1 as the paper has it, with an SVD in every step and a QR in every fifth, takes "

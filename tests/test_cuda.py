@@ -127,12 +127,13 @@ def test_the_kernel_keeps_subspaces_orthonormal_over_thousands_of_steps():
     [{"name": "linear"}, {"name": "grassmann", "k": 2, "gamma": 8.0}, {"name": "grassmann", "k": 12, "gamma": 8.0}],
     ids=["linear", "triton", "cuda"],
 )
-def test_a_captured_run_follows_one_that_is_not(tmp_path, head, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"retraction": "qf"}, {"direction": "spectral", "head_lr": 0.01}], ids=str)
+def test_a_captured_run_follows_one_that_is_not(tmp_path, head, options, monkeypatch):
     from grassy.training.loop import Run, train
     from training_cases import tiny_arrays, tiny_recipe
 
     data = tiny_arrays(tmp_path / "data", images=200)
-    recipe = tiny_recipe(head=head, amp="off", torchcompile="off", epochs=3, lr=0.01)
+    recipe = tiny_recipe(head=head, amp="off", torchcompile="off", epochs=3, lr=0.01, **options)
     assert Run(recipe, data, tmp_path / "probe", "", _process()).captured
     one = train(recipe, data, tmp_path / "captured", quiet=True)
     monkeypatch.setattr(Run, "_can_be_captured", lambda run: False)

@@ -10,9 +10,10 @@ from grassy.ops import cuda_step, nvrtc
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 F64, BF16 = torch.float64, torch.bfloat16
-# One class, many classes, odd widths, slices over a cluster, all sizes of block.
+# One class, many classes, odd widths, slices over clusters of all sizes, all sizes of block.
 SHAPES = [(1, 1, 1), (5, 1, 7), (1000, 3, 129), (5, 8, 2047), (5, 8, 2048), (3, 17, 129), (5, 16, 2048), (3, 32, 2048),
-          (4, 33, 129), (3, 64, 256), (2, 8, 20_000)]  # fmt: skip
+          (4, 33, 129), (3, 64, 256), (2, 8, 20_000), (3, 8, 1024), (3, 8, 4096), (2, 16, 1024), (2, 16, 4096),
+          (3, 32, 512), (3, 32, 1024), (2, 32, 4096)]  # fmt: skip
 
 
 def compare(w, d, m, impl, lr=0.05, **options):
@@ -183,23 +184,32 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_work_to_others(monkeypatch)
         cuda_step._failure.cache_clear()
 
 
-@pytest.mark.parametrize("k", [2, 8, 32])
-def test_many_heads_are_few_launches_and_the_same_steps(k, monkeypatch):
-    sizes = [1 + i % 5 for i in range(40)]
-    weights = [g.random_subspace(c, k, 70, device="cuda") for c in sizes]
+@pytest.mark.parametrize(("k", "n"), [(2, 70), (8, 70), (32, 70), (8, 2048), (16, 1024)])
+def test_many_heads_are_few_launches_and_the_same_steps(k, n, monkeypatch):
+    sizes = [i % 5 for i in range(40)]  # the first of them without a class
+    weights = [g.random_subspace(c, k, n, device="cuda") for c in sizes]
     grads = [torch.randn_like(w) for w in weights]
     grads[3][0, 0, 0] = float("inf")
     together, alone = ([[w.clone() for w in weights], [torch.zeros_like(w) for w in weights]] for _ in range(2))
     launched = []
     launch = nvrtc.Kernel.launch
     monkeypatch.setattr(nvrtc.Kernel, "launch", lambda self, *a: (launched.append(a[0]), launch(self, *a))[1])
-    counts = ops.geodesic_steps(together[0], grads, together[1], 0.1, 0.9)
-    assert launched == [sum(sizes[:32]), sum(sizes[32:])]
+    counts = ops.geodesic_steps(together[0], grads, together[1], 0.1, 0.9, max_angle=0.5)
+    cluster = cuda_step.plan(k, n, torch.cuda.get_device_capability()).cluster
+    assert launched == [cluster * sum(sizes[:32]), cluster * sum(sizes[32:])]
     for w, d, m in zip(alone[0], grads, alone[1], strict=True):
-        ops.geodesic_step(w, d, m, 0.1, 0.9, impl="cuda")
+        if len(w):
+            ops.geodesic_step(w, d, m, 0.1, 0.9, max_angle=0.5, impl="cuda")
     for a, b in zip(together[0] + together[1], alone[0] + alone[1], strict=True):
         assert torch.equal(a, b)
     assert [int(c.skipped) for c in counts] == [int(i == 3) for i in range(40)]
+    before = [w.clone() for w in weights]
+    halves = [[d.to(BF16) for d in grads], [torch.zeros_like(w, dtype=BF16) for w in weights]]
+    ops.geodesic_steps(weights, *halves, 0.1, 0.9, skip=torch.ones((), device="cuda"))
+    assert all(torch.equal(w, b) for w, b in zip(weights, before, strict=True))
+    ops.geodesic_steps(weights, *halves, 0.1, 0.9)
+    assert not torch.equal(weights[1], before[1])
+    assert max(float(g.orthonormality_error(w)) for w in weights if len(w)) < 1e-6
 
 
 def test_heads_in_one_launch_can_live_in_a_graph():

@@ -192,6 +192,21 @@ def test_a_change_of_basis_changes_nothing_for_qf_without_momentum():
     assert g.distance(one, other).max() < 1e-9
 
 
+@pytest.mark.parametrize("size", [1e-6, 1e-2, 1.0, 60.0])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(F64, 1e-12), (torch.float32, 2e-6)], ids=["float64", "float32"])
+def test_qf_by_gram_matrices_is_the_qf_of_a_qr(size, dtype, tolerance):
+    w = g.random_subspace(5, 4, 30, dtype=dtype)
+    w[2, 1:] = 0
+    d = g.project(w, torch.randn_like(w))
+    d[2, 1:] = 0
+    d[0] = 1e-3 * d[0]
+    d *= size / torch.linalg.matrix_norm(d).amax()
+    expected = g.retract_qf(w.double(), -d.double())
+    ops.geodesic_step(w, d, None, 1.0, retraction="qf", impl="reference")
+    assert (w - expected).abs().max() < tolerance
+    assert g.orthonormality_error(w) < tolerance
+
+
 def test_a_single_sample_turns_one_direction_towards_itself():
     """Paper, Eq. 9: only the vector of the subspace nearest to the feature moves."""
     head = grassy.GrassmannHead(16, 3, k=4, gamma=1.0, dtype=F64)
@@ -491,6 +506,13 @@ def test_counts_go_on_after_a_state_was_loaded():
     other.step()
     assert (other.skipped_classes, other.capped_classes) == (3, 9)
     assert (optimizer.skipped_classes, optimizer.capped_classes) == (2, 6)
+    older = other.state_dict()  # as one was saved when the counts were two tensors
+    skipped, capped = older["state"][0].pop("counts")
+    older["state"][0] |= {"skipped_classes": skipped, "capped_classes": capped}
+    other.load_state_dict(older)
+    with torch.inference_mode():  # no views there that know of each other
+        other.step()
+    assert (other.skipped_classes, other.capped_classes) == (4, 12)
 
 
 def test_step_takes_a_closure_and_skips_parameters_without_a_gradient():

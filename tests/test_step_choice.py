@@ -168,9 +168,9 @@ def test_numbers_on_the_host_are_not_left_to_a_kernel(monkeypatch):
 
     class Kernel:
         @staticmethod
-        def geodesic_step(weight, grad, buffer, lr, momentum, **_):
+        def geodesic_steps(weights, grads, buffers, lr, momentum, **_):
             found.extend([lr, momentum])
-            return torch.zeros(2)
+            return [torch.zeros(2)]
 
     monkeypatch.setattr(ops, "choose", lambda *_: "cuda")
     monkeypatch.setattr(ops, "_load", lambda _: Kernel)
@@ -240,6 +240,23 @@ def test_heads_that_are_alike_are_launched_together(monkeypatch):
     monkeypatch.setattr(ops, "choose", lambda impl, weight: "cuda" if weight.shape[1] < 5 else "reference")
     ops.geodesic_steps(weights, [*momenta[:-1], torch.zeros_like(weights[-1])], momenta, 0.1)
     assert sorted(launched) == [[1, 3, 4], [2], [5], [6], [9]]
+    for options in ({"impl": "reference"}, {"retraction": "qf"}):  # neither is for the kernel
+        launched.clear()
+        ops.geodesic_steps(weights[:3:2], momenta[:3:2], momenta[:3:2], 0.1, **options)
+        assert all(len(each) == 1 for each in launched)
     launched.clear()
-    ops.geodesic_steps(weights[:3], momenta[:3], momenta[:3], 0.1, impl="reference", retraction="qf")
-    assert all(len(each) == 1 for each in launched)
+    ops.geodesic_steps(weights[:1] * 2, momenta[:1] * 2, momenta[:1] * 2, 0.1)
+    assert launched == [[1], [1]]  # one weight, two steps
+
+
+@pytest.mark.parametrize(
+    "count",
+    [torch.zeros(3, dtype=torch.int64), torch.zeros(2), torch.zeros(2, dtype=torch.int64, device="meta")],
+    ids=["three", "float", "elsewhere"],
+)
+def test_counts_that_a_kernel_could_not_add_to_are_refused(count):
+    w = g.random_subspace(3, 2, 8)
+    with pytest.raises(ValueError, match="counts are two numbers, int64 on cpu"):
+        ops.geodesic_steps([w], [w.clone()], [None], 0.1, counts=[count])
+    with pytest.raises(ValueError, match="shorter"):
+        ops.geodesic_steps([w], [w.clone()], [None], 0.1, counts=[])

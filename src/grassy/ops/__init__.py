@@ -229,6 +229,12 @@ def geodesic_steps(
     heads = list(zip(weights, grads, momentum_buffers, strict=True))
     for head in heads:
         _check_step(*head)
+    for weight, count in zip(weights, counts or [], strict=counts is not None):
+        if count.shape != (2,) or count.dtype != torch.int64 or count.device != weight.device or count.stride() != (1,):
+            raise ValueError(
+                f"counts are two numbers, int64 on {weight.device}, for each weight, got {tuple(count.shape)}, "
+                f"{count.dtype} on {count.device}"
+            )
     options: dict[str, Any] = {"retraction": retraction, "transport": transport}
     options |= {"max_angle": max_angle, "maximize": maximize}
     if direction == "spectral":
@@ -243,20 +249,19 @@ def geodesic_steps(
         weight = weights[together[0]]
         rates = (_for_device(lr, weight), _for_device(momentum, weight))
         with geometry.without_autocast(weight):
-            if len(together) == 1:
-                (number,) = together
-                name = choose(impl, weight)
-                adds = counts is not None and name in ("cuda", "triton")
-                own = {"counts": counts[number]} if counts is not None and adds else {}
-                now = [_load(name).geodesic_step(*heads[number], *rates, **options, **own)]
-            else:
-                adds = False
+            name = "cuda" if len(together) > 1 else choose(impl, weight)
+            totals = None if counts is None else [counts[i] for i in together]
+            if name == "cuda":
                 columns = [[heads[i][part] for i in together] for part in range(3)]
-                now = _load("cuda").geodesic_steps(*columns, *rates, **options)
-        for i, each in zip(together, now, strict=True):
-            if counts is not None and not adds:
-                counts[i].add_(torch.stack(each))
-            found[i] = StepCounts(*(each if counts is None else counts[i]))
+                now = _load("cuda").geodesic_steps(*columns, *rates, counts=totals, **options)
+            elif name == "triton":
+                own = None if totals is None else totals[0]
+                now = [_load("triton").geodesic_step(*heads[together[0]], *rates, counts=own, **options)]
+            else:
+                now = [_load(name).geodesic_step(*heads[together[0]], *rates, **options)]
+                if totals is not None:
+                    now = [totals[0].add_(torch.stack(now[0]))]
+        found |= {i: StepCounts(*each) for i, each in zip(together, now, strict=True)}
     return [found[i] for i in range(len(heads))]
 
 
@@ -290,13 +295,15 @@ Head = tuple[Tensor, Tensor, Tensor | None]  # weight, gradient, momentum
 def _launches(heads: Sequence[Head], impl: str, retraction: str) -> list[list[int]]:
     """The numbers of the heads whose steps are made together: alike, and taken by the kernel in CUDA C++."""
     alike: dict[Any, list[int]] = {}
+    seen: dict[int, int] = {}  # one weight that is given twice makes two steps, one after the other
     for i, head in enumerate(heads):
+        seen[id(head[0])] = times = seen.get(id(head[0]), 0) + 1
         tensors = [tensor for tensor in head if tensor is not None]
         kinds = [(tensor.dtype, tensor.device, tensor.is_contiguous()) for tensor in tensors]
-        alike.setdefault((head[0].shape[1:], *kinds), []).append(i)
+        alike.setdefault((times, head[0].shape[1:], *kinds), []).append(i)
     launches = []
     for numbers in alike.values():
-        first = heads[numbers[0]][0]
+        first = next((heads[i][0] for i in numbers if heads[i][0].numel()), heads[numbers[0]][0])
         one_by_one = len(numbers) == 1 or impl not in ("auto", "cuda") or retraction != "geodesic"
         if one_by_one or _impossible("cuda", first):
             launches += [[i] for i in numbers]

@@ -95,7 +95,7 @@ def _failure(chosen: Plan, device: torch.device) -> str | None:
         with torch.cuda.device(device):
             if not kernel.resident_clusters(chosen.cluster, 32 * chosen.warps, chosen.shared_bytes):
                 return f"{chosen.cluster} of its thread blocks together do not fit on this GPU"
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, AttributeError) as error:  # the last of a driver that is too old for a function
         return str(error)
     return None
 
@@ -107,6 +107,7 @@ class _Heads(ctypes.Structure):
         ("weight", ctypes.c_void_p * HEADS),
         ("grad", ctypes.c_void_p * HEADS),
         ("momentum", ctypes.c_void_p * HEADS),
+        ("counts", ctypes.c_void_p * HEADS),
         ("end", ctypes.c_int * HEADS),
     )
 
@@ -125,7 +126,8 @@ def geodesic_step(
 
     counts: two numbers to which those of this step are added.
     """
-    return geodesic_steps([weight], [grad], [momentum_buffer], lr, momentum, counts=counts, **options)[0]
+    given = None if counts is None else [counts]
+    return geodesic_steps([weight], [grad], [momentum_buffer], lr, momentum, counts=given, **options)[0]
 
 
 def geodesic_steps(
@@ -136,12 +138,12 @@ def geodesic_steps(
     momentum: float | Tensor,
     *,
     skip: Tensor | None = None,
-    counts: Tensor | None = None,
+    counts: Sequence[Tensor] | None = None,
     **options: Any,
 ) -> list[tuple[Tensor, Tensor]]:
     """`geodesic_step` of up to HEADS weights (C_i, K, N) in one launch: of one K, N and device, and alike in types.
 
-    All have momentum or none has. counts: a pair of numbers for each weight, one after the other, to be added to.
+    All have momentum or none has. counts: two numbers for each weight to which those of this step are added.
     """
     grads = [grad.contiguous() for grad in grads]
     buffers = [buffer for buffer in momentum_buffers if buffer is not None]
@@ -152,10 +154,9 @@ def geodesic_steps(
             reference.geodesic_step(*tensors, lr, momentum, skip=skip, **options)
             for tensors in zip(weights, grads, momentum_buffers, strict=True)
         ]
-        if counts is None:
-            return found
-        counts += torch.stack([number for pair in found for number in pair]).view_as(counts)
-        return [(pair[0], pair[1]) for pair in counts.view(-1, 2)]
+        for total, pair in zip(counts or [], found, strict=bool(counts)):
+            total += torch.stack(pair)
+        return [(total[0], total[1]) for total in counts] if counts else found
     _, k, n = weight.shape
     chosen = plan(k, n, torch.cuda.get_device_capability(weight.device))
     if chosen is None:
@@ -174,18 +175,17 @@ def geodesic_steps(
         skip is not None,
     )
     flags = sum(2**bit for bit, fact in enumerate(facts) if fact)
+    if counts is None:
+        counts = list(torch.zeros(len(weights), 2, dtype=torch.int64, device=weight.device))
     heads, classes = _Heads(), 0
     for i, (each, grad) in enumerate(zip(weights, grads, strict=True)):
         classes += len(each)
         heads.weight[i], heads.grad[i], heads.end[i] = each.data_ptr(), grad.data_ptr(), classes
-        heads.momentum[i] = buffers[i].data_ptr() if buffers else None
-    if counts is None:
-        counts = torch.zeros(len(weights), 2, dtype=torch.int64, device=weight.device)
+        heads.momentum[i], heads.counts[i] = buffers[i].data_ptr() if buffers else None, counts[i].data_ptr()
     with torch.cuda.device(weight.device):
         kernel = _kernel(chosen, *(dtype == torch.bfloat16 for dtype in dtypes), weight.device)
         arguments = [
             heads,
-            counts,
             *(value if isinstance(value, Tensor) else weight for value in (lr, momentum, skip)),
             *(0.0 if isinstance(value, Tensor) else float(value) for value in (lr, momentum)),
             0.0 if max_angle is None else float(max_angle),
@@ -194,7 +194,7 @@ def geodesic_steps(
         kernel.launch(classes * chosen.cluster, 32 * chosen.warps, chosen.shared_bytes, arguments)
     # As torch does itself, so that autograd notices.
     torch.autograd.graph.increment_version([*weights, *buffers])
-    return [(pair[0], pair[1]) for pair in counts.view(-1, 2)]
+    return [(total[0], total[1]) for total in counts]
 
 
 def _as_float32(value: Any, device: torch.device) -> Any:

@@ -143,7 +143,7 @@ def _step(
 
     if retraction == "qf":
         # The variant of the appendix: a Euclidean step, then step 5 with a positive diagonal.
-        new_w, new_m = torch.where(energy > 0, geometry.retract_qf(w, -tau * o), w), h
+        new_w, new_m = torch.where(energy > 0, _qf(w - tau * o, present), w), h
     else:
         cosm1, sinc = geometry.cosm1_sinc(tau**2 * a, None if a.device.type == "cpu" else MAX_DOUBLINGS)
         eye = torch.eye(w.shape[-2], dtype=w.dtype, device=w.device)
@@ -177,6 +177,34 @@ def _tangent(
     # (2I − WWᵀ) is the inverse of WWᵀ to first order: H ⟂ W even where W is orthonormal only to rounding.
     h.baddbmm_(2 * overlap - overlap @ gram_w, w, alpha=-1)
     return gram_w, overlap, h @ h.mT
+
+
+def _qf(z: Tensor, present: Tensor) -> Tensor:
+    """`geometry.retract_qf` without a QR, which takes a GPU very long: Z = L Q, where L is the Cholesky factor of ZZᵀ.
+
+    Twice, since the first time the rounding of ZZᵀ is felt, times its condition: at most 64² for turns of 64 radians.
+    """
+    absent = torch.diag_embed(1 - present)
+    for _ in range(2):
+        z = _inverse_cholesky_factor(geometry.gram(z) + absent) @ z
+    return z
+
+
+def _inverse_cholesky_factor(gram: Tensor) -> Tensor:
+    """R, lower triangular with a positive diagonal, such that R G Rᵀ = I: Gram–Schmidt on unit vectors in the metric G.
+
+    By products alone: a factorisation by the library would look whether it went well, and a GPU had to be waited for.
+    """
+    k = gram.shape[-1]
+    r = torch.eye(k, dtype=gram.dtype, device=gram.device).repeat(*gram.shape[:-2], 1, 1)
+    for j in range(k):
+        row = r[..., j : j + 1, :]
+        image = row @ gram
+        length = (row * image).sum(-1, keepdim=True).sqrt()
+        row /= length
+        below = r[..., j + 1 :, :]
+        below -= (below @ (image / length).mT) * row
+    return r
 
 
 def _spectral_direction(w: Tensor, h: Tensor, a: Tensor, overlap: Tensor) -> Tensor:

@@ -32,6 +32,7 @@
 #define BUFFERS (ROWS == 8 ? WARPS : ROWS == 16 ? WARPS / 2 : 2)  // places in which the warps of a team do so at once
 #define CHAINS (ROWS == 8 ? 3 : 1)       // sums that do not wait for each other; more rows have enough tiles for that
 #define MIDDLE (ROWS == 8 ? 32 : MATRIX / 4)  // threads for the k x k matrices, four entries each
+static_assert(MIDDLE <= THREADS && TEAM % BUFFERS == 0 && WARPS % GROUPS == 0, "more warps are needed");
 #define BATCH 4                         // loads of a thread that are under way at once, of each of W, D and M
 #define LARGEST_TURN 64.0f  // 2**MAX_DOUBLINGS of the reference
 
@@ -278,8 +279,11 @@ __device__ void all_tiles(const Columns& columns, float* buffers) {
 
 __device__ float4 operator+(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
+// Whether blocks still read each other's sums when a thread has its own: all wait for that later.
+constexpr bool READ_LATE = CLUSTER > 1 && ROWS < 32;
+
 // The sum over the blocks of a cluster of what they have in `mine`, TILES * 32 times four numbers, for every thread those
-// that it takes: x[j] is number threadIdx.x + j THREADS. `mine` is free again after the next wait_for_cluster.
+// that it takes: x[j] is number threadIdx.x + j THREADS.
 template <int EACH>
 __device__ void over_cluster(float4* mine, u32 rank, float4 (&x)[EACH]) {
 #if CLUSTER > 1
@@ -303,13 +307,13 @@ __device__ void over_cluster(float4* mine, u32 rank, float4 (&x)[EACH]) {
     } else {
 #pragma unroll
         for (int j = 0; j < EACH; j++) {
-            const int i = min((int)threadIdx.x + j * THREADS, ALL - 1);
+            const int i = threadIdx.x + j * THREADS;
+            if (i >= ALL) break;
             x[j] = of_block(mine + i, 0);
 #pragma unroll
             for (u32 block = 1; block < CLUSTER; block++) x[j] = x[j] + of_block(mine + i, block);
         }
     }
-    arrive_at_cluster();
 #endif
 }
 
@@ -346,6 +350,7 @@ __device__ void all_grams(const Columns& columns, float* buffers, float4* mine, 
         }
     }
     __syncthreads();
+    if (READ_LATE) arrive_at_cluster();  // now that what was read has been used, and so is here
 }
 
 // ---- k x k matrices in shared memory ----
@@ -654,7 +659,8 @@ struct Heads {
     float* weight[HEADS];
     const Grad* grad[HEADS];
     Momentum* momentum[HEADS];
-    int end[HEADS];  // the number of classes up to and with this head
+    unsigned long long* counts[HEADS];  // of classes that were skipped, and capped
+    int end[HEADS];                     // the number of classes up to and with this head
 };
 
 extern "C" __global__ void
@@ -662,9 +668,8 @@ extern "C" __global__ void
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
 __launch_bounds__(THREADS, BLOCKS)
-step(const __grid_constant__ Heads heads, unsigned long long* counts, const float* lr_on_device,
-     const float* momentum_on_device, const float* skip, double lr_value, double momentum_value, double max_angle, int k,
-     int n, int slice, int flags) {
+step(const __grid_constant__ Heads heads, const float* lr_on_device, const float* momentum_on_device, const float* skip,
+     double lr_value, double momentum_value, double max_angle, int k, int n, int slice, int flags) {
     __shared__ int verdict;
     if ((flags & CAN_SKIP) && *skip != 0) return;
     const float rate = flags & LR_ON_DEVICE ? *lr_on_device : (float)lr_value;
@@ -678,7 +683,7 @@ step(const __grid_constant__ Heads heads, unsigned long long* counts, const floa
     int head = 0, which = blockIdx.x / CLUSTER;
     while (which >= heads.end[head]) head++;
     if (head) which -= heads.end[head - 1];
-    counts += 2 * head;
+    unsigned long long* counts = heads.counts[head];
     const long long first = (long long)which * k * n;
     float* weight = heads.weight[head] + first;
     const Grad* grad = heads.grad[head] + first;
@@ -748,7 +753,7 @@ step(const __grid_constant__ Heads heads, unsigned long long* counts, const floa
             if (threadIdx.x == 0) verdict = found;
         }
         __syncthreads();
-        if (CLUSTER > 1) wait_for_cluster();  // nobody overwrites its sums, or leaves, before all have read them
+        if (READ_LATE) wait_for_cluster();  // nobody overwrites its sums, or leaves, before all have read them
         if (verdict == SKIP) {
             if (threadIdx.x == 0 && rank == 0) atomicAdd(counts, 1ull);
             return;

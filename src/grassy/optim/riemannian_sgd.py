@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from grassy import geometry, ops
 
-COUNTS = ("skipped_classes", "capped_classes")
 REPAIR_ABOVE, REFUSE_ABOVE = 1e-5, 0.1
 
 
@@ -98,32 +97,33 @@ class RiemannianSGD(Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("direction", "gradient")  # of a state saved before there was a choice
-            for p in group["params"]:
-                for count in COUNTS:
-                    if count in self.state.get(p, {}):  # load_state_dict casts tensors to the parameter's dtype
-                        self.state[p][count] = self.state[p][count].to(torch.int64)
+            for own in (self.state[p] for p in group["params"] if p in self.state):
+                if "skipped_classes" in own:  # of one saved before both were one tensor
+                    own["counts"] = torch.stack([own.pop("skipped_classes"), own.pop("capped_classes")])
+                if "counts" in own:  # load_state_dict casts tensors to the parameter's dtype
+                    own["counts"] = own["counts"].to(torch.int64)
 
     @property
     def skipped_classes(self) -> int:
         """How many times, so far, a class was left as it was because its gradient held a NaN or an Inf."""
-        return self._total("skipped_classes")
+        return self._total(0)
 
     @property
     def capped_classes(self) -> int:
         """How many times, so far, a class was turned less than asked: by `max_angle`, or by 64 radians."""
-        return self._total("capped_classes")
+        return self._total(1)
 
-    def _total(self, count: str) -> int:
-        return sum(int(self.state.get(p, {}).get(count, 0)) for g in self.param_groups for p in g["params"])
+    def _total(self, which: int) -> int:
+        counts = [self.state[p].get("counts") for g in self.param_groups for p in g["params"] if p in self.state]
+        return sum(int(each[which]) for each in counts if each is not None)
 
 
 def _counts(state: dict[str, Any], device: torch.device) -> Tensor:
-    """Both counts as one tensor, of whose memory those in the state are: a kernel adds to it directly."""
-    now = [state.get(name, torch.zeros((), dtype=torch.int64, device=device)) for name in COUNTS]
-    if now[0]._base is None or now[0]._base is not now[1]._base:  # there are none yet, or a state was loaded
-        state.update(zip(COUNTS, torch.stack(now).unbind(), strict=True))
-    pair: Tensor = state[COUNTS[0]]._base
-    return pair
+    """How many classes were skipped, and how many capped: on the device, where a kernel adds to it."""
+    if "counts" not in state or state["counts"].device != device:
+        state["counts"] = state.get("counts", torch.zeros(2, dtype=torch.int64)).to(device)
+    counts: Tensor = state["counts"]
+    return counts
 
 
 def _check_options(group: dict[str, Any]) -> None:

@@ -177,7 +177,6 @@ class Parts:
             and self.process.world_size == 1
             and isinstance(self.data.train, ResidentLoader)
             and recipe.opt in build.FUSED
-            and recipe.retraction == "geodesic"  # qf factors matrices, and looks whether that went well
             and build.amp_dtype(recipe, self.device) is not torch.float16
             and not (recipe.mixes or recipe.reprob or recipe.nonfinite == "skip")
         )
