@@ -1,6 +1,7 @@
 """The study of CIFAR-100, small: it tunes, runs, resumes and answers; and its statistics are right."""
 
 import json
+import math
 import statistics
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from experiments.cifar100 import answer, measure, run
 from experiments.cifar100.claims import NOT_YET, Interval, Part, Study, difference, slope, verdict
-from experiments.cifar100.plan import FINAL, HEADS, ROWS, TUNE, plan, read, seconds
+from experiments.cifar100.plan import BOTH, FINAL, HEADS, ROWS, TUNE, VARIANTS, contestants, plan, read, seconds, tune
 
 from grassy.training import features
 from grassy.training.feature_models import open_model
@@ -40,7 +41,7 @@ def invented(jobs, lines, top1, **more):
     for job in jobs:
         if job.base and job.key not in lines:
             facts = {"stage": job.stage, "row": job.row, "number": job.number, "device": "cpu", "seconds": 1.0}
-            lines[job.key] = {"key": job.key, **facts, "top1": top1(job), **more}
+            lines[job.key] = {"key": job.key, **facts, "top1": top1(job), "transfer_cv": {"cifar10": 60.0}, **more}
     return lines
 
 
@@ -160,9 +161,13 @@ def test_every_head_has_eight_different_trials_and_every_row_its_seeds():
     lines = all_invented()
     jobs = plan(lines)
     assert len({job.key for job in jobs}) == len(jobs)
+    assert set(ROWS) == {*HEADS, *VARIANTS, BOTH}
     for name in HEADS:
         assert sum((job.stage, job.row) == (TUNE, name) for job in jobs) == 8
     for row in ROWS:
+        if row == BOTH:  # the contestant is in a row of its head
+            assert not any(job.row == row for job in jobs)
+            continue
         seeds = [job.recipe.seed for job in jobs if (job.stage, job.row) == (FINAL, row)]
         assert seeds[:3] == [100, 101, 102]
         assert len(seeds) in (3, 5)
@@ -180,9 +185,35 @@ def test_settings_are_chosen_by_the_held_out_score_alone():
     assert all(job.recipe.lr == 0.2 for job in final.values())
     assert final["grassmann-32"].recipe.head == {"name": "grassmann", "k": 32, "gamma": 20}
     assert final["finetune-all"].start.row == "softmax"
-    for row in ("softmax-std", "grassmann-8-std"):  # the contestants
-        assert sum((job.stage, job.row) == (FINAL, row) for job in jobs) == 5
+    assert sum((job.stage, job.row) == (FINAL, "softmax-std") for job in jobs) == 5  # a contestant
     assert all(job.recipe.epochs == (20 if job.stage == TUNE else 60) for job in jobs)
+
+
+def test_a_contestant_may_lose_half_a_point_for_transfer():
+    std = "grassmann-8-std"
+    scores = {("softmax-std", 1): 71, ("grassmann-8", 1): 73, (std, 1): 72.9, (std, 2): 72.6, (std, 3): 72.0}
+    features = {(std, 1): 61.0, (std, 2): 64.0, (std, 3): 70.0}
+    lines = all_invented(lambda job: scores.get((job.row, job.number), 70))
+    lines = {key: line for key, line in lines.items() if line["stage"] == TUNE}
+    for line in lines.values():
+        line["transfer_cv"] = {"cifar10": features.get((line["row"], line["number"]), 60.0)}
+
+    found, jobs = contestants(tune(lines), lines), plan(lines)
+    assert list(found) == ["softmax-std", BOTH]
+    assert (found[BOTH].row, found[BOTH].number) == (std, 2)  # the third has the best features, but not the accuracy
+    both = [job for job in jobs if job.row == BOTH]
+    assert [job.recipe.seed for job in both] == [100, 101, 102, 103, 104]
+    assert all(job.recipe.head["gamma"] == found[BOTH].recipe.head["gamma"] for job in both)
+    assert sum((job.stage, job.row) == (FINAL, std) for job in jobs) == 3
+
+    first = next(key for key, line in lines.items() if (line["row"], line["number"]) == (std, 1))
+    lines[first]["transfer_cv"] = {"cifar10": 65.0}
+    assert list(contestants(tune(lines), lines)) == ["softmax-std", std]
+    assert not any(job.row == BOTH for job in plan(lines))
+    assert sum((job.stage, job.row) == (FINAL, std) for job in plan(lines)) == 5
+    del lines[first]
+    assert contestants(tune(lines), lines) == {}  # not before all is known
+    assert sum(job.row == BOTH for job in plan(lines)) == 5
 
 
 def test_the_held_out_images_are_a_tenth_of_every_class():
@@ -225,13 +256,38 @@ def test_intervals_agree_with_scipy():
         ((0.1, -0.2, 0.4), "=", "holds"),
         ((0.1, -0.2, 0.6), "=", "undecided"),
         ((1, 0.6, 1.4), "=", "does not hold"),
+        ((0.1, -0.2, 0.4), "<", "holds"),
+        ((-3, -4, -2), "<", "holds"),
+        ((0.1, -0.2, 0.6), "<", "undecided"),
+        ((1, 0.6, 1.4), "<", "does not hold"),
+        ((math.inf, math.inf, math.inf), "+", "holds"),
+        ((-math.inf, -math.inf, -math.inf), "+", "does not hold"),
     ],
 )
 def test_verdicts_follow_the_rule(interval, side, expected):
     part = Part("", Interval(*interval), side)
     assert part.verdict() == expected
     assert verdict([part, Part("", None, "")]) == expected  # what stands beside a claim does not count
-    assert verdict([part, Part("", None, "+")]) == NOT_YET
+    assert verdict([part, Part("", None, "+")]) == (expected if expected == "does not hold" else NOT_YET)
+
+
+def test_a_row_whose_runs_diverge_is_worse():
+    lines = all_invented(lambda job: 70.0 + job.number % 3)
+    for line in lines.values():
+        if (line["stage"], line["row"]) == (FINAL, "grassmann-8-unnormalized"):
+            del line["top1"]
+            line |= {"error": "loss is nan", "diverged": True}
+    study = Study(lines)
+    part = study.gap("grassmann-8", "grassmann-8-unnormalized")
+    assert part.verdict() == "holds"
+    assert str(part) == "top-1, grassmann-8 − grassmann-8-unnormalized (5 and 0 seeds): the second diverged"
+    assert study.gap("grassmann-8-unnormalized", "grassmann-8").verdict() == "does not hold"
+    assert study.gap("grassmann-8", "softmax").interval is not None
+
+
+def test_alike_is_two_one_sided_tests_at_five_percent():
+    a, b = [1.0, 1.2, 1.1], [1.0, 1.3, 0.9]
+    assert difference(a, b, 0.9).high < difference(a, b).high
 
 
 def test_a_claim_is_decided_by_the_runs(tmp_path):
