@@ -83,6 +83,7 @@ def page(results: Path, images: Path) -> str:
 def step(result: Result, images: Path) -> list[str]:
     rows, bandwidth = result["rows"], result["copy_bytes_per_ms"]
     ratios = [row["step_over_floor"] for row in rows]
+    launches = [row["launch_ms"] for row in rows if "launch_ms" in row]
     dirty = [row["dirty_step_over_floor"] for row in rows if "dirty_step_over_floor" in row]
     intensity = {row["k"]: 12 * row["k"] / 20 for row in rows}
     least, most = min(intensity), max(intensity)
@@ -100,6 +101,11 @@ def step(result: Result, images: Path) -> list[str]:
             " If the cache is full of what another kernel has just written, which has to go to memory first, it takes "
             f"{between(dirty, '.2f')} times as long."
             if dirty
+            else ""
+        )
+        + (
+            f" Each figure contains a launch, {1e3 * min(launches):.1f} µs for a kernel that does next to nothing."
+            if launches
             else ""
         ),
         *(
