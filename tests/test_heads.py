@@ -443,3 +443,15 @@ def test_a_feature_that_is_not_finite_shows_in_the_logits(name):
     features[1, 2] = float("nan")
     logits = grassy.create_head(name, 16, 4).eval()(features)
     assert logits.isfinite().all(-1).tolist() == [True, False, True]
+
+
+def test_a_weight_with_a_class_that_has_no_direction_is_refused():
+    head = grassy.GrassmannHead(16, 5, k=4)
+    weight = head.weight.detach().clone()
+    weight[2, 1:] = 0  # of one dimension: that is allowed
+    head.load_state_dict({"weight": weight})
+    weight[3] = 0
+    with pytest.raises(ValueError, match=r"class 3 has no direction, its rows are zero$"):
+        head.load_state_dict({"weight": weight})
+    with pytest.raises(ValueError, match="class 0 has no direction, its rows are zero, and so have 4 others"):
+        head.load_state_dict({"weight": torch.zeros(5, 4, 16)})

@@ -463,9 +463,37 @@ def test_a_class_with_a_non_finite_gradient_does_not_poison_the_clipping_of_the_
     norm = grassy.clip_grad_norm_(model, 0.1)
     assert norm.isfinite()
     assert model[0].weight.grad.isfinite().all()
-    with pytest.raises(ValueError, match="max_norm"):
-        grassy.clip_grad_norm_(model, -1.0)
+    with pytest.raises(RuntimeError, match="holds a NaN or an Inf"):
+        grassy.clip_grad_norm_(model, 0.1, error_if_nonfinite=True)
+    for bad in (-1.0, "1", float("nan")):
+        with pytest.raises(ValueError, match="max_norm"):
+            grassy.clip_grad_norm_(model, bad)
     assert grassy.clip_grad_norm_(a_model(), 1.0) == 0
+
+
+def test_the_model_is_asked_for_not_its_parameters():
+    model = a_model()
+    with pytest.raises(TypeError, match="make_optimizer takes the model, which knows its subspaces, got generator"):
+        grassy.make_optimizer(model.parameters(), "sgd", lr=0.1)
+    with pytest.raises(TypeError, match="clip_grad_norm_ takes the model, which knows its subspaces, got generator"):
+        grassy.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused():
+    model = a_model()
+    saved = {name: grassy.make_optimizer(model, name, lr=0.1).state_dict() for name in ("sgd", "adamw", "lion")}
+    for name in saved:
+        optimizer = grassy.make_optimizer(model, name, lr=0.1)
+        optimizer.load_state_dict(saved[name])
+        for other in saved.keys() - {name}:
+            with pytest.raises(ValueError, match="the saved optimizer is of another kind"):
+                optimizer.load_state_dict(saved[other])
+    older = copy.deepcopy(saved["sgd"])
+    for group in older["param_groups"]:
+        group.pop("direction", None)  # of before there was one
+    grassy.make_optimizer(model, "sgd", lr=0.1).load_state_dict(older)
+    with pytest.raises(ValueError, match="same weight_decay and layer_decay"):
+        grassy.make_optimizer(model, "sgd", lr=0.1, weight_decay=0.1).load_state_dict(saved["sgd"])
 
 
 def test_lightning_trains_it_like_any_other_optimizer(tmp_path):

@@ -17,7 +17,7 @@ from grassy.cli import main
 from grassy.heads import create_head
 from grassy.training import listing
 from grassy.training.checks import CHOICES
-from grassy.training.models import import_timm
+from grassy.training.models import build_model, import_timm
 from grassy.training.recipe import Recipe, load_recipe, read_settings, recipe_names
 
 FILES = sorted((resources.files("grassy") / "recipes").iterdir(), key=lambda file: file.name)
@@ -634,3 +634,27 @@ def test_an_unknown_recipe_to_show_is_one_line_and_exit_code_2(capsys):
 def test_showing_no_recipe_in_particular_is_one_clear_line(capsys):
     assert main(["recipes", "--show"]) == 2
     assert capsys.readouterr().err.startswith("grassy: error: which recipe is to be shown? give its name")
+
+
+def test_milestones_follow_the_number_of_epochs_unless_they_are_given(tmp_path):
+    assert load_recipe("resnet50-grassmann").decay_milestones == (30, 60, 90)
+    assert load_recipe("resnet50-grassmann", ["epochs=10"]).decay_milestones == (3, 6, 9)
+    assert load_recipe("resnet50-grassmann", [], {"epochs": 10}).decay_milestones == (3, 6, 9)
+    assert load_recipe("resnet50-grassmann").changed({"epochs": 200}).decay_milestones == (60, 120, 180)
+    given = load_recipe("resnet50-grassmann", ["decay_milestones=[5]"], {"epochs": 10})
+    assert (given.decay_milestones, given.epochs) == ((5,), 10)
+    (tmp_path / "own.yaml").write_text("base: resnet50-grassmann\nepochs: 10\n")
+    assert load_recipe(tmp_path / "own.yaml").decay_milestones == (3, 6, 9)
+    assert load_recipe("resnet50-grassmann", ["sched=cosine"]).decay_milestones == ()
+    with pytest.raises(ValueError, match="decay_milestones are for sched step"):
+        load_recipe("resnet50-grassmann", ["sched=cosine", "decay_milestones=[5]"])
+    with pytest.raises((ValueError, TypeError), match="epochs"):
+        load_recipe("resnet50-grassmann", ["epochs=0"])
+
+
+def test_a_transformer_for_images_of_another_size_is_refused_in_one_line():
+    recipe = load_recipe("deit3-s-grassmann", ["img_size=32"])
+    with pytest.raises(
+        ValueError, match=r"takes images of 224 pixels, but img_size is 32: .*model_kwargs\.img_size=32"
+    ):
+        build_model(recipe, 3)

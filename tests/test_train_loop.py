@@ -199,3 +199,11 @@ def test_the_file_of_the_best_weights_describes_the_epoch_that_they_are_from(tmp
     metrics = validate(tmp_path / "run" / BEST, data)
     assert about.metrics["eval_loss"] == pytest.approx(metrics.loss)
     assert about.metrics["eval_top1"] == pytest.approx(metrics.top1)
+
+
+def test_an_average_that_will_not_leave_its_beginning_is_said_so(tmp_path, capsys):
+    data = tiny_arrays(tmp_path / "data")
+    train(tiny_recipe(model_ema=True, epochs=1), data, tmp_path / "slow")
+    assert "the average of the weights will still be 100% what training begins with" in capsys.readouterr().err
+    train(tiny_recipe(model_ema=True, model_ema_decay=0.1, epochs=1), data, tmp_path / "fast")
+    assert "the average of the weights" not in capsys.readouterr().err

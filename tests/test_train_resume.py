@@ -105,6 +105,14 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
     assert {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir() if file.is_file()} == before
 
 
+def test_a_finished_run_that_is_given_elsewhere_is_named(tmp_path, capsys):
+    data = tiny_arrays(tmp_path / "data")
+    train(tiny_recipe(), data, tmp_path / "old", quiet=True)
+    train(tiny_recipe(), data, tmp_path / "new", resume=str(tmp_path / "old"))
+    assert f"the run in {tmp_path / 'old'} is finished" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_run_resumed_into_another_folder_takes_its_best_weights_along_and_writes_over_nothing(tmp_path):
     data = tiny_arrays(tmp_path / "data")
     train(tiny_recipe(), data, tmp_path / "old", quiet=True)

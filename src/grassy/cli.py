@@ -19,8 +19,17 @@ import grassy
 PACKAGES = {"sklearn": "scikit-learn", "yaml": "pyyaml"}
 
 
+def _command(commands: "argparse._SubParsersAction[Parser]", name: str, what: str, example: str) -> "Parser":
+    """A subcommand, described by the same words in the list of all and in its own help."""
+    return commands.add_parser(
+        name, help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=f"example: {example}"
+    )
+
+
 def add_demo(commands: "argparse._SubParsersAction[Parser]") -> None:
-    parser = commands.add_parser("demo", help="train a linear and some Grassmann heads on digits; under a minute")
+    parser = _command(
+        commands, "demo", "train a linear and some Grassmann heads on digits; under a minute", "grassy demo"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for demo.png and demo.json")
     parser.add_argument("--seeds", type=int, help="how many times to train each head")
     parser.add_argument("--quick", action="store_true", help="two heads and two epochs: shows only that it runs")
@@ -37,7 +46,12 @@ def run_demo(args: argparse.Namespace) -> None:
 
 
 def add_train(commands: "argparse._SubParsersAction[Parser]") -> None:
-    parser = commands.add_parser("train", help="train what a recipe says, on one GPU, on many (torchrun), or on a CPU")
+    parser = _command(
+        commands,
+        "train",
+        "train what a recipe says, on one GPU, on many (torchrun), or on a CPU",
+        "grassy train resnet50-grassmann head.k=4 --data-dir photos --epochs 30",
+    )
     parser.add_argument("recipe", help="name of a recipe (`grassy recipes` lists them) or a YAML file")
     parser.add_argument(
         "settings", nargs="*", default=[], metavar="key=value", help="fields of the recipe to change: lr=0.05 head.k=4"
@@ -58,19 +72,24 @@ def run_train(args: argparse.Namespace) -> int:
 
     flags = ("seed", "epochs", "batch_size", "lr", "workers", "initial_checkpoint")
     given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
-    recipe = load_recipe(args.recipe, args.settings).changed(given)
+    recipe = load_recipe(args.recipe, args.settings, given)
     output = args.output or Path("runs") / Path(args.recipe).stem
     try:
         state = train(recipe, args.data_dir, output, args.resume, args.device)
     except TrainingStopped as error:
         return _fail(str(error), code=1)
-    if state.stopped_by is None and int(os.environ.get("RANK", 0)) == 0:
+    if state.stopped_by is None and int(os.environ.get("RANK", 0)) == 0 and output.exists():
         print(f"best top-1 {state.best:.2f}; weights, records and curves are in {output}")
     return 0 if state.stopped_by is None else 128 + state.stopped_by  # as shells have it
 
 
 def add_validate(commands: "argparse._SubParsersAction[Parser]") -> None:
-    parser = commands.add_parser("validate", help="accuracy of a trained model on labelled images")
+    parser = _command(
+        commands,
+        "validate",
+        "accuracy of a trained model on labelled images",
+        "grassy validate --checkpoint runs/resnet50-grassmann --data-dir photos",
+    )
     parser.add_argument("--checkpoint", type=Path, required=True, help="the folder of a run, or its .safetensors file")
     parser.add_argument("--data-dir", type=Path, help="as for train")
     parser.add_argument("--split", help="of the data (default: the recipe's val_split)")
@@ -97,7 +116,12 @@ def run_validate(args: argparse.Namespace) -> None:
 
 
 def add_recipes(commands: "argparse._SubParsersAction[Parser]") -> None:
-    parser = commands.add_parser("recipes", help="list the recipes, with the paper's figures, or show one in full")
+    parser = _command(
+        commands,
+        "recipes",
+        "list the recipes, with the paper's figures, or show one in full",
+        "grassy recipes 'resnet50d-*'",
+    )
     parser.add_argument("pattern", nargs="?", default="", help="part of a name, or a pattern such as 'resnet50d-*'")
     parser.add_argument("--show", action="store_true", help="print the recipe of that name, all fields, as YAML")
     parser.set_defaults(run=run_recipes, extra="train")
@@ -114,7 +138,12 @@ def run_recipes(args: argparse.Namespace) -> None:
 
 
 def add_predict(commands: "argparse._SubParsersAction[Parser]") -> None:
-    parser = commands.add_parser("predict", help="classify images that have no labels")
+    parser = _command(
+        commands,
+        "predict",
+        "classify images that have no labels",
+        "grassy predict holiday/ --checkpoint runs/resnet50-grassmann --output classes.csv",
+    )
     parser.add_argument(
         "images", nargs="+", type=Path, metavar="IMAGE_OR_FOLDER", help="folders are searched for images"
     )
@@ -137,7 +166,12 @@ def run_predict(args: argparse.Namespace) -> None:
 
 
 def add_export(commands: "argparse._SubParsersAction[Parser]") -> None:
-    parser = commands.add_parser("export", help="write a trained model as one ONNX or .pt2 file")
+    parser = _command(
+        commands,
+        "export",
+        "write a trained model as one ONNX or .pt2 file",
+        "grassy export --checkpoint runs/resnet50-grassmann --output model.onnx",
+    )
     parser.add_argument("--checkpoint", type=Path, required=True, help="the folder of a run, or its .safetensors file")
     parser.add_argument("--output", type=Path, required=True, help="the file to write: .onnx, or .pt2 for torch.export")
     parser.add_argument(
@@ -155,7 +189,12 @@ def run_export(args: argparse.Namespace) -> None:
 
 
 def add_transfer(commands: "argparse._SubParsersAction[Parser]") -> None:
-    parser = commands.add_parser("transfer", help="how good a model's features are on other data sets")
+    parser = _command(
+        commands,
+        "transfer",
+        "how good a model's features are on other data sets",
+        "grassy transfer --checkpoint runs/a runs/b --datasets cifar10 flowers --data-dir data",
+    )
     what = "runs, files of weights, timm/NAME or torchvision/NAME"
     parser.add_argument("--checkpoint", nargs="+", required=True, metavar="RUN", help=what)
     known = "cifar10, cifar100, food101, pets, cars, flowers, digits, torch/NAME, hfds/NAME, or NAME=PATH"
@@ -207,7 +246,12 @@ def run_transfer(args: argparse.Namespace) -> None:
 
 
 def add_analyze(commands: "argparse._SubParsersAction[Parser]") -> None:
-    parser = commands.add_parser("analyze", help="measure the classes and features of a run: RUN/analysis.json")
+    parser = _command(
+        commands,
+        "analyze",
+        "measure the classes and features of a run: RUN/analysis.json",
+        "grassy analyze runs/resnet50-grassmann --data-dir photos",
+    )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of a run, or its .safetensors file")
     parser.add_argument("--data-dir", type=Path, help="as for train; without it the weights alone are measured")
     parser.add_argument("--split", help="of the data (default: the recipe's val_split; the paper measures on train)")
@@ -236,7 +280,7 @@ def run_analyze(args: argparse.Namespace) -> None:
 
 
 def add_report(commands: "argparse._SubParsersAction[Parser]") -> None:
-    parser = commands.add_parser("report", help="one HTML page to explore runs with, offline")
+    parser = _command(commands, "report", "one HTML page to explore runs with, offline", "grassy report runs/a runs/b")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs")
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: report.html")
     parser.add_argument("--data-dir", type=Path, help="as for train; adds sample images, and what needs features")

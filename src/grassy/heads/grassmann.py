@@ -157,6 +157,12 @@ def _return_to_manifold(head: nn.Module, state_dict: dict[str, Any], prefix: str
         return  # a missing key or a wrong shape: load_state_dict has its own message
     if not head.subspace_names:
         return  # not meant to be on the manifold
+    empty = (~geometry.present_rows(weight).any(-1)).nonzero().flatten()
+    if len(empty):
+        raise ValueError(
+            f"{key} is not a weight of subspaces: class {int(empty[0])} has no direction, its rows are zero"
+            + (f", and so have {len(empty) - 1} others" if len(empty) > 1 else "")
+        )
     error = float(geometry.orthonormality_error(weight))
     # Rounding to half precision alone takes a weight this far.
     tolerance = max(REPAIR_ABOVE, 4 * torch.finfo(weight.dtype).eps)

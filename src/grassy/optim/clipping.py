@@ -10,18 +10,23 @@ _BLOCK_BYTES = 2**24
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+def clip_grad_norm_(model: nn.Module, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
     """Scale all gradients of the model so that their global norm is at most `max_norm`; returns the norm before.
 
     For subspaces the norm is that of the Riemannian gradient, since the part of the gradient within a class subspace
-    moves nothing. Classes with a non-finite gradient, which the optimizer skips, do not count.
+    moves nothing. Classes with a non-finite gradient, which the optimizer skips, do not count; with
+    `error_if_nonfinite` any such gradient is a RuntimeError, for which a GPU has to be waited for.
     """
-    if not max_norm >= 0:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"clip_grad_norm_ takes the model, which knows its subspaces, got {type(model).__name__}")
+    if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
         raise ValueError(f"max_norm must be a number >= 0, got {max_norm!r}")
     subspaces = {id(weight) for _, weight in named_subspaces(model)}
     with_grad = [p for p in model.parameters() if p.grad is not None]
     if not with_grad:
         return torch.zeros(())
+    if error_if_nonfinite and not all(bool(p.grad.isfinite().all()) for p in with_grad):  # type: ignore[union-attr]
+        raise RuntimeError("a gradient holds a NaN or an Inf, so that its norm cannot be clipped")
     norms = [_riemannian_norm(p, p.grad) for p in with_grad if id(p) in subspaces]  # type: ignore[arg-type]
     rest: list[Tensor] = [p.grad for p in with_grad if id(p) not in subspaces]  # type: ignore[misc]
     if rest:

@@ -52,6 +52,8 @@ def make_optimizer(
     Each group has a key "manifold", "euclidean" or "grassmann". Schedulers that multiply keep head_lr/lr constant.
     OneCycleLR's max_lr takes one value a group; timm's warmup_lr_init and lr_min are one number for all groups.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"make_optimizer takes the model, which knows its subspaces, got {type(model).__name__}")
     optimizer_class, implied = _optimizer_class(base)
     for name, value in (("lr", lr), ("head_lr", head_lr), ("weight_decay", weight_decay)):
         if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
@@ -139,8 +141,15 @@ class JointOptimizer(Optimizer):
         if saved != own:
             raise ValueError(
                 f"the saved optimizer has groups on {saved}, this one on {own}: was it saved by grassy.make_optimizer "
-                "for the same kind of model?"
+                "for the same kind of model, and with the same weight_decay and layer_decay, which make groups?"
             )
+        for group, old in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            lacking, foreign = sorted(group.keys() - old.keys()), sorted(old.keys() - group.keys())
+            if lacking and foreign:  # of another torch it may lack something, or have more, but hardly both
+                raise ValueError(
+                    f"the saved optimizer is of another kind: a group of it has {', '.join(foreign)}, of this one "
+                    f"{', '.join(lacking)}"
+                )
         super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

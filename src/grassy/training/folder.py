@@ -18,6 +18,7 @@ FREE = (
     "description",
     "paper",
     "epochs",
+    "decay_milestones",  # they follow the epochs
     "workers",
     "val_batch_size",
     "val_interval",

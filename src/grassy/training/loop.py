@@ -88,7 +88,8 @@ class Run(Parts):
     def train(self) -> State:
         state, recipe = self.state, self.recipe
         if state.epoch >= recipe.epochs:
-            self.progress.say(f"the run in {self.output} is finished: {state.epoch} epochs of {recipe.epochs}")
+            where = self.resumed_from.parent if self.resumed_from else self.output
+            self.progress.say(f"the run in {where} is finished: {state.epoch} epochs of {recipe.epochs}")
             return state
         with self.progress, _told_to_stop() as told:
             self._introduce()
@@ -235,6 +236,12 @@ class Run(Parts):
             f"classes, {self.updates} updates of {self.data.batch_size} images an epoch, on {place}{many}, into "
             f"{self.output}"
         )
+        updates = self.updates * self.recipe.epochs
+        if self.recipe.model_ema and (kept := self.recipe.model_ema_decay**updates) > 0.05:
+            self.progress.say(
+                f"the average of the weights will still be {kept:.0%} what training begins with: {updates} updates are "
+                f"few for model_ema_decay={self.recipe.model_ema_decay:g}; try {max(0.0, 1 - 20 / updates):.3g}"
+            )
         if self.done:
             self.progress.say(f"resumed after update {self.done}, in epoch {self.state.epoch + 1}")
 

@@ -15,6 +15,7 @@ from grassy.training.recipe import Recipe
 def build_model(recipe: Recipe, num_classes: int) -> nn.Module:
     """The model of a recipe with fresh weights, or those of its `initial_checkpoint`."""
     model = create_model(recipe.model, num_classes, recipe.head, _model_options(recipe))
+    _check_image_size(model, recipe)
     if not recipe.drop_before_head:
         _remove_dropout_before_head(model, recipe.model)
     if recipe.initial_checkpoint:
@@ -22,6 +23,17 @@ def build_model(recipe: Recipe, num_classes: int) -> nn.Module:
     if recipe.freeze:
         freeze_all_but_head(model)
     return model
+
+
+def _check_image_size(model: nn.Module, recipe: Recipe) -> None:
+    """Transformers are built for one size of images, which timm has to be told."""
+    patches = getattr(model, "patch_embed", None)
+    expected = getattr(patches, "img_size", None) if getattr(patches, "strict_img_size", False) else None
+    if expected is not None and tuple(expected) != (recipe.img_size, recipe.img_size):
+        raise ValueError(
+            f"{recipe.model} takes images of {expected[0]} pixels, but img_size is {recipe.img_size}: change one, or "
+            f"say model_kwargs.img_size={recipe.img_size} too"
+        )
 
 
 def create_model(name: str, num_classes: int, head: dict[str, Any], options: dict[str, Any]) -> nn.Module:

@@ -9,7 +9,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -126,7 +126,8 @@ class Recipe:
 
     def changed(self, changes: Mapping[str, Any]) -> "Recipe":
         """The recipe with some fields changed; mappings are merged, and "head.k" is the k of the head."""
-        return Recipe(**_merged(dataclasses.asdict(self), changes))
+        before = dataclasses.asdict(self)
+        return Recipe(**_milestones_follow(before, _merged(before, changes), changes))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, numbers and strings, as YAML and JSON have them."""
@@ -136,18 +137,20 @@ class Recipe:
 HINTS: dict[str, Any] = typing.get_type_hints(Recipe)
 
 
-def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """The recipe of that name, or of a user's file, with `key=value` overrides.
+def load_recipe(name: str | Path, overrides: Iterable[str] = (), fields: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe of that name, or of a user's file, with `key=value` overrides, and further fields as they are.
 
     name: of a recipe of the package, or the path of a YAML file (whose base may be either, too) or of a run's folder.
     """
-    settings = read_settings(name)
+    before = settings = read_settings(name)
+    given = set(fields or {})
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
             raise ValueError(f"a setting is given as key=value, got {override!r}")
         settings = _merged(settings, {key.strip(): _parsed(value, override)})
-    return Recipe(**settings)
+        given.add(key.strip())
+    return Recipe(**_milestones_follow(before, _merged(settings, fields or {}), given))
 
 
 def read_settings(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -164,7 +167,7 @@ def read_settings(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any
         settings.pop("description", None)  # a description and the paper's row are a file's own
         settings.pop("paper", None)
     try:
-        return _merged(settings, own)
+        return _milestones_follow(settings, _merged(settings, own), own)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{place}: {error}") from None
 
@@ -195,6 +198,19 @@ def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
             value = {**(merged[name] if merged[name].get("name") == value["name"] else {}), **value}
         merged[name] = value
     return merged
+
+
+def _milestones_follow(before: Mapping[str, Any], after: dict[str, Any], given: Container[str]) -> dict[str, Any]:
+    """A run of a tenth of the epochs also decays ten times as early, and another schedule has no milestones."""
+    milestones = after.get("decay_milestones")
+    if not milestones or "decay_milestones" in given:
+        return after
+    if after.get("sched") != "step":
+        return {**after, "decay_milestones": ()} if "sched" in given else after
+    old, new = (settings.get("epochs", Recipe.epochs) for settings in (before, after))
+    if old == new or not all(isinstance(value, int) and value > 0 for value in (old, new)):
+        return after  # the same, or wrong: the check says so
+    return {**after, "decay_milestones": tuple(max(1, round(each * new / old)) for each in milestones)}
 
 
 def _check_head(name: Any, **options: Any) -> None:
