@@ -77,7 +77,7 @@ SETTINGS = [
     (both("deit3-s"), {"test resize": 224, "test crop": 224}),
     (both("swin-t", "deit3-s") + rsb("a1", "a2", "a3"), {"interpolation": "bicubic"}),
     # gamma 25, k 8 unless stated
-    ([n for n in NAMES if "grassmann" in n and "gamma" not in n and "digits" not in n], {"head.gamma": 25}),
+    ([n for n in NAMES if "grassmann" in n and not re.search("gamma|digits|unnormalized", n)], {"head.gamma": 25}),
     ([n for n in NAMES if "grassmann" in n and not re.search(r"-k\d|digits", n)], {"head.k": 8}),
     *(([f"resnet50d-grassmann-k{k}", f"cifar100-resnet18-grassmann-k{k}"], {"head.k": k}) for k in (1, 4, 16, 32)),
     (["cifar100-resnet18-grassmann-k2"], {"head.k": 2}),
@@ -105,8 +105,14 @@ SETTINGS = [
     (["resnet50d-label-smoothing"], {**PLAIN, **COSINE, "head.name": "linear", "smoothing": 0.1}),
     (["resnet50d-dropout"], {**PLAIN, **COSINE, "head.name": "linear", "head.dropout": 0.3}),
     (["resnet50d-sigmoid"], {**PLAIN, **COSINE, "head.name": "linear", "loss": "bce-sum"}),
-    (["resnet50d-grassmann-unnormalized"], {**PLAIN, **COSINE, "head.k": 8, "head.normalize": False}),
-    (["resnet50d-grassmann-k1-unnormalized"], {**PLAIN, **COSINE, "head.k": 1, "head.normalize": False}),
+    (
+        ["resnet50d-grassmann-unnormalized"],
+        {**PLAIN, **COSINE, "head.k": 8, "head.normalize": False, "head.gamma": 1.0},
+    ),
+    (
+        ["resnet50d-grassmann-k1-unnormalized"],
+        {**PLAIN, **COSINE, "head.k": 1, "head.normalize": False, "head.gamma": 1.0},
+    ),
     (["resnet50d-grassmann-plain-sgd"], {**PLAIN, **COSINE, "head.riemannian": False}),
     (["resnet50d-grassmann-qf"], {**PLAIN, **COSINE, "retraction": "qf"}),
     (["resnet50d-finetune-head-grassmann"], {**PLAIN, **COSINE, "freeze": True, "initial_checkpoint": ""}),
