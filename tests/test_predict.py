@@ -19,6 +19,7 @@ from grassy.heads import HEADS
 from grassy.training.checkpoint import BEST, Description, load, read_weights, save_weights
 from grassy.training.models import create_model, heads_of
 from grassy.training.predict import MANY, Prediction, find_images, predict, write_predictions
+from grassy.training.validate import validate
 
 VIT = {"img_size": 16, "patch_size": 8, "depth": 1, "embed_dim": 32, "num_heads": 2}
 NAMES = ["cat", "dog", "tench, Tinca tinca", 'the "fifth"\nclass', "Ärger"]
@@ -344,3 +345,13 @@ def test_a_bar_on_stderr_leaves_stdout_alone(capsys, monkeypatch):
     assert "images" in captured.err
     write_predictions(iter(predictions[:5]), total=5)
     assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_no_recipe_made_is_validated_as_it_is_predicted(tmp_path):
+    """Of weights from a loop of one's own the description alone says how images are prepared."""
+    checkpoint = write_checkpoint(tmp_path / BEST, class_names=["a", "b", "c", "d", "e"])
+    files = [write_image(tmp_path / "data" / "val" / name / "0.png", seed) for seed, name in enumerate("abcde")]
+    predicted = [each.labels[0] for each in predict(checkpoint, files, device="cpu")]
+    expected = 100 * sum(name == file.parent.name for name, file in zip(predicted, files, strict=True)) / 5
+    metrics = validate(checkpoint, tmp_path / "data", split="val", device="cpu", workers=0)
+    assert (metrics.images, metrics.top1) == (5, pytest.approx(expected))

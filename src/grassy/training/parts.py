@@ -47,7 +47,10 @@ class Parts:
         self.recipe, self.output, self.process, self.device = recipe, output, process, process.device
         self.folder = RunFolder(output)
         if recipe.freeze and not (recipe.initial_checkpoint or recipe.model_kwargs.get("pretrained")):
-            raise ValueError("freeze=true trains the head on the features of other weights: give --initial-checkpoint")
+            raise ValueError(
+                "freeze=true trains the head on the features of other weights: give --initial-checkpoint, or "
+                "model_kwargs.pretrained=true"
+            )
         self.resumed_from = saved = self.folder.find_state(resume)
         self.data = open_data(recipe, data_dir, process)
         self.captured = self._can_be_captured()

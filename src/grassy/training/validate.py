@@ -26,7 +26,8 @@ def validate(
     """
     file = weights_file(checkpoint)
     description = read_description(file)
-    recipe = Recipe(**description.recipe) if description.recipe else Recipe()
+    view = {name: getattr(description, name) for name in ("img_size", "crop_pct", "interpolation")}
+    recipe = Recipe(**(description.recipe or view))  # a file that no recipe made has no more to say
     changes = {"val_split": split, "dataset": dataset, "val_batch_size": batch_size, "workers": workers}
     recipe = recipe.changed({name: value for name, value in changes.items() if value is not None})
     with distributed.joined(device) as process:
