@@ -664,3 +664,6 @@ def test_a_transformer_for_images_of_another_size_is_refused_in_one_line():
         ValueError, match=r"takes images of 224 pixels, but img_size is 32: .*model_kwargs\.img_size=32"
     ):
         build_model(recipe, 3)
+    recipe = load_recipe("deit3-s-grassmann", ["img_size=32", "model_kwargs.img_size=32", "test_size=48"])
+    with pytest.raises(ValueError, match="takes images of 32 pixels, but test_size is 48"):
+        build_model(recipe, 3)

@@ -193,17 +193,18 @@ def test_a_change_of_basis_changes_nothing_for_qf_without_momentum():
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-2, 1.0, 60.0])
+@pytest.mark.parametrize("rank", [1, 4])  # of one direction alone, W - D is far from orthonormal
 @pytest.mark.parametrize(("dtype", "tolerance"), [(F64, 1e-12), (torch.float32, 2e-6)], ids=["float64", "float32"])
-def test_qf_by_gram_matrices_is_the_qf_of_a_qr(size, dtype, tolerance):
+def test_qf_by_gram_matrices_is_the_qf_of_a_qr(size, rank, dtype, tolerance):
     w = g.random_subspace(5, 4, 30, dtype=dtype)
     w[2, 1:] = 0
-    d = g.project(w, torch.randn_like(w))
+    d = g.project(w, torch.randn(5, 4, rank, dtype=dtype) @ torch.randn(5, rank, 30, dtype=dtype))
     d[2, 1:] = 0
     d[0] = 1e-3 * d[0]
     d *= size / torch.linalg.matrix_norm(d).amax()
     expected = g.retract_qf(w.double(), -d.double())
     ops.geodesic_step(w, d, None, 1.0, retraction="qf", impl="reference")
-    assert (w - expected).abs().max() < tolerance
+    assert (w - expected).abs().max() < tolerance * max(1, size)  # so much does rounding in D turn the result
     assert g.orthonormality_error(w) < tolerance
 
 

@@ -29,10 +29,17 @@ def _check_image_size(model: nn.Module, recipe: Recipe) -> None:
     """Transformers are built for one size of images, which timm has to be told."""
     patches = getattr(model, "patch_embed", None)
     expected = getattr(patches, "img_size", None) if getattr(patches, "strict_img_size", False) else None
-    if expected is not None and tuple(expected) != (recipe.img_size, recipe.img_size):
+    if expected is None:
+        return
+    if tuple(expected) != (recipe.img_size, recipe.img_size):
         raise ValueError(
             f"{recipe.model} takes images of {expected[0]} pixels, but img_size is {recipe.img_size}: change one, or "
             f"say model_kwargs.img_size={recipe.img_size} too"
+        )
+    if recipe.test_size not in (None, recipe.img_size):
+        raise ValueError(
+            f"{recipe.model} takes images of {expected[0]} pixels, but test_size is {recipe.test_size}: it cannot be "
+            "tested at another size than it is trained at"
         )
 
 
