@@ -460,53 +460,51 @@ __device__ void move(const Columns& columns, const float* SS, const float* SB, c
                      float* new_w, Momentum* new_m, int n, int start, bool vectors, bool parallel) {
     constexpr int STEPS = 2 * ROWS / 8;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    {
-        const int tile = warp % GROUPS, first_chunk = warp / GROUPS;  // some warps make some of the rows
-        const int upper = 16 * tile + g, lower = upper + 8;
-        if (!new_w && 16 * tile + 15 < ROWS) return;
-        if (!new_m && 16 * tile >= ROWS) return;
-        Split factor[STEPS][4];
+    const int tile = warp % GROUPS, first_chunk = warp / GROUPS;  // some warps make some of the rows
+    const int upper = 16 * tile + g, lower = upper + 8;
+    if (!new_w && 16 * tile + 15 < ROWS) return;
+    if (!new_m && 16 * tile >= ROWS) return;
+    Split factor[STEPS][4];
 #pragma unroll
-        for (int step = 0; step < STEPS; step++)
+    for (int step = 0; step < STEPS; step++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int row = i & 1 ? lower : upper, column = 8 * step + t + (i & 2) * 2;
-                const float* part = row < ROWS ? (8 * step < ROWS ? SS : SB) : (8 * step < ROWS ? MS : MB);
-                factor[step][i] = split(part[row % ROWS * ROWS + column % ROWS]);
-            }
-        const int steps = ROWS > 8 && 16 * tile >= ROWS && !parallel ? STEPS / 2 : STEPS;
-        for (int column = 32 * first_chunk; column < columns.slice; column += 32 * (WARPS / GROUPS)) {
-            // Such that what a lane gets are twice four neighbours, 4 t and 16 + 4 t, and a row's lanes fill sectors.
-            const int from = (g & 1) * 16 + (g & 6) * 2;
-            float sum[4][4];
+        for (int i = 0; i < 4; i++) {
+            const int row = i & 1 ? lower : upper, column = 8 * step + t + (i & 2) * 2;
+            const float* part = row < ROWS ? (8 * step < ROWS ? SS : SB) : (8 * step < ROWS ? MS : MB);
+            factor[step][i] = split(part[row % ROWS * ROWS + column % ROWS]);
+        }
+    const int steps = ROWS > 8 && 16 * tile >= ROWS && !parallel ? STEPS / 2 : STEPS;
+    for (int column = 32 * first_chunk; column < columns.slice; column += 32 * (WARPS / GROUPS)) {
+        // Such that what a lane gets are twice four neighbours, 4 t and 16 + 4 t, and a row's lanes fill sectors.
+        const int from = (g & 1) * 16 + (g & 6) * 2;
+        float sum[4][4];
 #pragma unroll
-            for (int step = 0; step < STEPS; step++) {
-                if (ROWS > 8 && step >= steps) break;
-                const bool of_w = 8 * step < ROWS;
-                const float4 v = *(const float4*)(columns.row(of_w, 8 * step % ROWS + t, column) + from);
-                const float4 u = *(const float4*)(columns.row(of_w, 8 * step % ROWS + t + 4, column) + from);
-                const Split first[4] = {split(v.x), split(v.y), split(v.z), split(v.w)};
-                const Split second[4] = {split(u.x), split(u.y), split(u.z), split(u.w)};
-                const Split* f = factor[step];
+        for (int step = 0; step < STEPS; step++) {
+            if (ROWS > 8 && step >= steps) break;
+            const bool of_w = 8 * step < ROWS;
+            const float4 v = *(const float4*)(columns.row(of_w, 8 * step % ROWS + t, column) + from);
+            const float4 u = *(const float4*)(columns.row(of_w, 8 * step % ROWS + t + 4, column) + from);
+            const Split first[4] = {split(v.x), split(v.y), split(v.z), split(v.w)};
+            const Split second[4] = {split(u.x), split(u.y), split(u.z), split(u.w)};
+            const Split* f = factor[step];
 #pragma unroll
-                for (int j = 0; j < 4; j++) mma_part<0>(step == 0, sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
+            for (int j = 0; j < 4; j++) mma_part<0>(step == 0, sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
 #pragma unroll
-                for (int j = 0; j < 4; j++) mma_part<1>(false, sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
+            for (int j = 0; j < 4; j++) mma_part<1>(false, sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
 #pragma unroll
-                for (int j = 0; j < 4; j++) mma_part<2>(false, sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
-            }
+            for (int j = 0; j < 4; j++) mma_part<2>(false, sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
+        }
 #pragma unroll
-            for (int part = 0; part < 4; part++) {  // of the two rows the first four columns, and the next four
-                const int row = part & 2 ? lower : upper, r = row % ROWS, offset = 4 * t + (part & 1) * 16;
-                const bool is_w = row < ROWS;
-                float4 v = *(const float4*)(columns.row(is_w, r, column) + offset);
-                v.x += sum[0][part], v.y += sum[1][part], v.z += sum[2][part], v.w += sum[3][part];
-                if (!is_w && MB[r * ROWS + r] == 1) v = make_float4(0, 0, 0, 0);  // absent, and to stay so exactly
-                const int at_column = start + column + offset, inside = r < columns.k ? min(n - at_column, 4) : 0;
-                const long long at = (long long)r * n + at_column;
-                if (is_w && new_w) put_some(new_w + at, v, inside, vectors);
-                if (!is_w && new_m) put_some(new_m + at, v, inside, vectors);
-            }
+        for (int part = 0; part < 4; part++) {  // of the two rows the first four columns, and the next four
+            const int row = part & 2 ? lower : upper, r = row % ROWS, offset = 4 * t + (part & 1) * 16;
+            const bool is_w = row < ROWS;
+            float4 v = *(const float4*)(columns.row(is_w, r, column) + offset);
+            v.x += sum[0][part], v.y += sum[1][part], v.z += sum[2][part], v.w += sum[3][part];
+            if (!is_w && MB[r * ROWS + r] == 1) v = make_float4(0, 0, 0, 0);  // absent, and to stay so exactly
+            const int at_column = start + column + offset, inside = r < columns.k ? min(n - at_column, 4) : 0;
+            const long long at = (long long)r * n + at_column;
+            if (is_w && new_w) put_some(new_w + at, v, inside, vectors);
+            if (!is_w && new_m) put_some(new_m + at, v, inside, vectors);
         }
     }
 }
