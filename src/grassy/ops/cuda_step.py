@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grassy.ops import reference
 
-__all__ = ["HEADS", "Plan", "geodesic_step", "geodesic_steps", "plan", "unavailable"]
+__all__ = ["HEADS", "Plan", "geodesic_steps", "plan", "unavailable"]
 
 SOURCE = Path(__file__).with_name("step.cu")
 #: Heads that one launch takes.
@@ -112,24 +112,6 @@ class _Heads(ctypes.Structure):
     )
 
 
-def geodesic_step(
-    weight: Tensor,
-    grad: Tensor,
-    momentum_buffer: Tensor | None,
-    lr: float | Tensor,
-    momentum: float | Tensor,
-    *,
-    counts: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """`reference.geodesic_step` in one launch. If `skip`, a number on the device, is not 0, nothing is done.
-
-    counts: two numbers to which those of this step are added.
-    """
-    given = None if counts is None else [counts]
-    return geodesic_steps([weight], [grad], [momentum_buffer], lr, momentum, counts=given, **options)[0]
-
-
 def geodesic_steps(
     weights: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -141,9 +123,10 @@ def geodesic_steps(
     counts: Sequence[Tensor] | None = None,
     **options: Any,
 ) -> list[tuple[Tensor, Tensor]]:
-    """`geodesic_step` of up to HEADS weights (C_i, K, N) in one launch: of one K, N and device, and alike in types.
+    """`reference.geodesic_step` of up to HEADS weights (C_i, K, N) in one launch: of one K, N, device and types.
 
-    All have momentum or none has. counts: two numbers for each weight to which those of this step are added.
+    All have momentum or none has. If `skip`, a number on the device, is not 0, nothing is done. counts: two numbers for
+    each weight to which those of this step are added.
     """
     grads = [grad.contiguous() for grad in grads]
     buffers = [buffer for buffer in momentum_buffers if buffer is not None]
