@@ -104,7 +104,8 @@ def step(result: Result, images: Path) -> list[str]:
             else ""
         )
         + (
-            f" Each figure contains a launch, {1e3 * min(launches):.1f} µs for a kernel that does next to nothing."
+            f" Each figure contains a launch, {1e3 * min(launches):.1f} µs for a kernel that does next to nothing; the "
+            "column `copy` is a kernel that does nothing but copy as many bytes."
             if launches
             else ""
         ),
@@ -121,6 +122,7 @@ def step(result: Result, images: Path) -> list[str]:
             [
                 "classes x k x n",
                 "floor (µs)",
+                "copy (µs)",
                 "step (µs)",
                 "step / floor",
                 "by",
@@ -131,6 +133,7 @@ def step(result: Result, images: Path) -> list[str]:
                 [
                     f"{row['classes']:,} x {row['k']} x {row['n']:,}",
                     microseconds(row["floor_ms"]),
+                    microseconds(row.get("copy_ms")),
                     microseconds(row["step_ms"]),
                     f"{row['step_over_floor']:.2f}",
                     row["implementation"],

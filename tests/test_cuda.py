@@ -97,7 +97,7 @@ def test_a_compiled_model_trains():
 @pytest.mark.parametrize("transport", ["projection", "parallel"])
 def test_the_kernel_in_triton_agrees_with_the_reference_in_float64(shape, transport):
     w = g.random_subspace(*shape, device="cuda")
-    assert ops.choose("auto", w) == ("triton" if shape[1] <= 4 else "cuda")
+    assert ops.choose("auto", w) == ("triton" if shape[1] <= ops.SMALL_K else "cuda")
     d = 0.3 * torch.randn_like(w)
     m = g.project(w, 0.3 * torch.randn_like(w))
     d[1] = float("nan")

@@ -27,7 +27,7 @@ DIRECTIONS = ("gradient", "spectral")
 #: In which file each implementation is; loaded when it is first used.
 _IMPLEMENTATIONS = {"reference": "reference", "native": "native", "triton": "triton_step", "cuda": "cuda_step"}
 #: Up to this K the kernel in Triton comes before the one in CUDA C++.
-SMALL_K = 4
+SMALL_K = 2
 #: Found out once: torch.compile cannot look for modules.
 _TRITON = importlib.util.find_spec("triton") is not None
 
@@ -65,7 +65,7 @@ def explain(weight: Tensor) -> dict[str, str | None]:
 def _order(weight: Tensor) -> list[str]:
     if weight.device.type != "cuda":
         return ["native", "reference"]
-    # Small classes fit into the registers of a few warps, where Triton's plain code is as fast and starts earlier.
+    # Small classes fit into the registers of a few warps, where Triton's plain code is faster than tensor cores are.
     return ["triton", "cuda", "reference"] if weight.shape[-2] <= SMALL_K else ["cuda", "triton", "reference"]
 
 

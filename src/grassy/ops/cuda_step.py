@@ -21,8 +21,10 @@ __all__ = ["HEADS", "Plan", "geodesic_steps", "plan", "unavailable"]
 SOURCE = Path(__file__).with_name("step.cu")
 #: Heads that one launch takes.
 HEADS = 32
+#: Up to this K two classes are taken together: tensor cores work on 8 rows at least.
+PAIRED_K = 4
 #: KiB of shared memory for the slice of a class that one thread block holds, by rows: what an H200 was fastest with.
-SLICE_KIB = {8: 48, 16: 64, 32: 128}
+SLICE_KIB = {8: 32, 16: 64, 32: 128}
 #: KiB of shared memory that a thread block may have, by capability; those that are not listed, such as 8.6, have 99.
 SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 #: Of these the kernel's own variable takes so many bytes.
@@ -30,7 +32,7 @@ STATIC_BYTES = 16
 
 
 class Plan(NamedTuple):
-    """How a class is divided: `cluster` blocks hold `columns` columns each of its k rows; `rows` is k rounded up."""
+    """How a class, or a pair, is divided: `cluster` blocks hold `columns` columns each; `rows` is k rounded up."""
 
     k: int
     rows: int
@@ -40,12 +42,17 @@ class Plan(NamedTuple):
     blocks: int  # that a multiprocessor is meant to hold at once, which bounds the registers of each
 
     @property
+    def classes(self) -> int:
+        """That a cluster takes together."""
+        return 2 if self.k <= PAIRED_K else 1
+
+    @property
     def shared_bytes(self) -> int:
         groups, matrix = self.rows // 8, self.rows**2
         sums = 128 * (groups**2 + (groups + 1) // 2 * groups)  # TILES of 128 numbers
         buffers = {8: self.warps, 16: self.warps // 2, 32: 2}[self.rows]
         exchanged = 0 if self.cluster == 1 else sums * (2 if self.rows == 32 else 1)
-        columns = 2 * self.k * (self.columns + 4) + 32
+        columns = 2 * self.classes * self.k * (self.columns + 4) + 32
         return 4 * (columns + exchanged + matrix + max(8 * matrix, buffers * sums))
 
 
@@ -58,15 +65,16 @@ def plan(k: int, n: int, capability: tuple[int, int]) -> Plan | None:
     largest = SHARED_KIB.get(capability, 99) * 1024 - STATIC_BYTES
     for cluster in clusters:
         columns = 32 * -(-n // (32 * cluster))
-        slice_kib = 8 * k * columns / 1024
+        slice_kib = 8 * (2 * k if k <= PAIRED_K else k) * columns / 1024
         if slice_kib <= SLICE_KIB[rows]:
             break
     warps = {8: 4 if slice_kib <= 48 else 8, 16: 8, 32: 8 if slice_kib <= 64 else 16}[rows]
     shared = Plan(k, rows, cluster, columns, warps, 1).shared_bytes
     if shared > largest:
         return None
-    # More warps hide more, but each has fewer registers then. Without clusters 1,000 classes are two rounds of 16.
-    by_registers = (20 if rows == 8 and cluster > 1 else 16) // warps
+    # More warps hide more, but each has fewer registers then. Without clusters 1,000 classes are two rounds of 16, and
+    # 500 pairs are four.
+    by_registers = (20 if PAIRED_K < k <= 8 and cluster > 1 else 16) // warps
     by_memory = (largest + 1024) // (shared + 1024)
     return Plan(k, rows, cluster, columns, warps, max(1, min(by_registers, by_memory)))
 
@@ -93,7 +101,7 @@ def _failure(chosen: Plan, device: torch.device) -> str | None:
     try:
         kernel = _kernel(chosen, False, False, device)
         with torch.cuda.device(device):
-            if not kernel.resident_clusters(chosen.cluster, 32 * chosen.warps, chosen.shared_bytes):
+            if not _resident(kernel, chosen):
                 return f"{chosen.cluster} of its thread blocks together do not fit on this GPU"
     except (OSError, RuntimeError, AttributeError) as error:  # the last of a driver that is too old for a function
         return str(error)
@@ -108,6 +116,7 @@ class _Heads(ctypes.Structure):
         ("grad", ctypes.c_void_p * HEADS),
         ("momentum", ctypes.c_void_p * HEADS),
         ("counts", ctypes.c_void_p * HEADS),
+        ("classes", ctypes.c_int * HEADS),
         ("end", ctypes.c_int * HEADS),
     )
 
@@ -160,10 +169,11 @@ def geodesic_steps(
     flags = sum(2**bit for bit, fact in enumerate(facts) if fact)
     if counts is None:
         counts = list(torch.zeros(len(weights), 2, dtype=torch.int64, device=weight.device))
-    heads, classes = _Heads(), 0
+    heads, clusters = _Heads(), 0
     for i, (each, grad) in enumerate(zip(weights, grads, strict=True)):
-        classes += len(each)
-        heads.weight[i], heads.grad[i], heads.end[i] = each.data_ptr(), grad.data_ptr(), classes
+        clusters += -(-len(each) // chosen.classes)
+        heads.weight[i], heads.grad[i] = each.data_ptr(), grad.data_ptr()
+        heads.classes[i], heads.end[i] = len(each), clusters
         heads.momentum[i], heads.counts[i] = buffers[i].data_ptr() if buffers else None, counts[i].data_ptr()
     with torch.cuda.device(weight.device):
         kernel = _kernel(chosen, *(dtype == torch.bfloat16 for dtype in dtypes), weight.device)
@@ -172,9 +182,9 @@ def geodesic_steps(
             *(value if isinstance(value, Tensor) else weight for value in (lr, momentum, skip)),
             *(0.0 if isinstance(value, Tensor) else float(value) for value in (lr, momentum)),
             0.0 if max_angle is None else float(max_angle),
-            *(k, n, chosen.columns, flags),
+            *(k, n, chosen.columns, _resident(kernel, chosen), flags),
         ]
-        kernel.launch(classes * chosen.cluster, 32 * chosen.warps, chosen.shared_bytes, arguments)
+        kernel.launch(clusters * chosen.cluster, 32 * chosen.warps, chosen.shared_bytes, arguments)
     # As torch does itself, so that autograd notices.
     torch.autograd.graph.increment_version([*weights, *buffers])
     return [(total[0], total[1]) for total in counts]
@@ -185,11 +195,18 @@ def _as_float32(value: Any, device: torch.device) -> Any:
 
 
 @functools.cache
+def _resident(kernel: Any, chosen: Plan) -> int:
+    """Clusters that the GPU holds at once."""
+    return kernel.resident_clusters(chosen.cluster, 32 * chosen.warps, chosen.shared_bytes)
+
+
+@functools.cache
 def _kernel(chosen: Plan, grad_is_bf16: bool, momentum_is_bf16: bool, device: torch.device) -> Any:
     from grassy.ops.nvrtc import compile_kernel
 
     defines = {
         "ROWS": chosen.rows,
+        "PAIRS": chosen.classes - 1,
         "CLUSTER": chosen.cluster,
         "WARPS": chosen.warps,
         "BLOCKS": chosen.blocks,

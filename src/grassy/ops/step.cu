@@ -18,9 +18,12 @@
 // If the turn is so large that the rounding of A is felt, or A is lost in cancellation where it matters, the class is
 // treated with care: H replaces B, and the new W is corrected by its own Gram matrix, as the reference does.
 //
-// Compile with -DROWS=8|16|32 (k rounded up), -DCLUSTER=1|2|4|8, -DWARPS=4|8|16, -DBLOCKS= how many of these thread
-// blocks a multiprocessor is to hold, -DHEADS= how many heads a launch may have, -DGRAD_BF16=0|1,
-// -DMOMENTUM_BF16=0|1.
+// Tensor cores work on 8 rows at least. With k up to 4 two neighbouring classes are therefore taken together, as one whose
+// matrices are zero but for two blocks on the diagonal, unless one of them needs more than the usual.
+//
+// Compile with -DROWS=8|16|32 (k rounded up, or 2 k for pairs), -DPAIRS=0|1, -DCLUSTER=1|2|4|8, -DWARPS=2|4|8|16,
+// -DBLOCKS= how many of these thread blocks a multiprocessor is to hold, -DHEADS= how many heads a launch may have,
+// -DGRAD_BF16=0|1, -DMOMENTUM_BF16=0|1.
 
 #define THREADS (32 * WARPS)
 #define GROUPS (ROWS / 8)
@@ -35,6 +38,7 @@
 static_assert(MIDDLE <= THREADS && TEAM % BUFFERS == 0 && WARPS % GROUPS == 0, "more warps are needed");
 #define BATCH 4                         // loads of a thread that are under way at once, of each of W, D and M
 #define LARGEST_TURN 64.0f  // 2**MAX_DOUBLINGS of the reference
+#define SMALL_TURN 0.01f    // of squared angles, in all
 
 typedef unsigned int u32;
 
@@ -62,6 +66,7 @@ __device__ float4 get4(const unsigned short* p) {
     return make_float4(__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xffff0000u),
                        __uint_as_float(v.y << 16), __uint_as_float(v.y & 0xffff0000u));
 }
+__device__ void bring_to_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 __device__ u32 rounded_bf16(float x) {
     u32 bits = __float_as_uint(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0u;
@@ -175,17 +180,19 @@ __device__ void to_block(float4* p, float4 v, u32 rank) {
 
 extern __shared__ float4 shared4[];
 
-// k rows of W, k rows of B, and 32 zeros, which stand for all rows from k on: that is what shared memory begins with.
+// `rows` rows of W, as many of B, and 32 zeros: that is what shared memory begins with. Of them the k rows from `first` on
+// are worked on; all rows from k on are zero.
 struct Columns {
-    int k, slice, stride;
+    int rows, first, k, slice, stride;
 
-    __device__ float* w() const { return (float*)shared4; }
-    __device__ float* b() const { return w() + k * stride; }
-    __device__ float* zeros() const { return w() + 2 * k * stride; }
+    __device__ float* w() const { return (float*)shared4 + (PAIRS ? first * stride : 0); }
+    __device__ float* b() const { return w() + rows * stride; }
+    __device__ float* zeros() const { return (float*)shared4 + 2 * rows * stride; }
 
     // 32 columns, from `column` on, of a row of W or B. By one number, so that the compiler sees whose memory it is.
     __device__ const float* row(bool of_w, int row, int column) const {
-        return w() + (row < k ? ((of_w ? 0 : k) + row) * stride + column : 2 * k * stride);
+        const int place = (of_w ? 0 : rows) + (PAIRS ? first : 0) + row;
+        return (float*)shared4 + (row < k ? place * stride + column : 2 * rows * stride);
     }
 };
 
@@ -317,9 +324,9 @@ __device__ void over_cluster(float4* mine, u32 rank, float4 (&x)[EACH]) {
 #endif
 }
 
-// G, O, O' and N of the whole class.
-__device__ void all_grams(const Columns& columns, float* buffers, float4* mine, u32 rank, float* G, float* O, float* Ot,
-                          float* N) {
+// G, O, O' and N of the whole class, or of both of a pair, the first of which has `k` rows.
+__device__ void all_grams(const Columns& columns, int k, float* buffers, float4* mine, u32 rank, float* G, float* O,
+                          float* Ot, float* N) {
     all_tiles(columns, buffers);
     constexpr int EACH = (TILES * 32 + THREADS - 1) / THREADS;
     float4 x[EACH];
@@ -344,9 +351,11 @@ __device__ void all_grams(const Columns& columns, float* buffers, float4* mine, 
         for (int part = 0; part < 4; part++) {
             const int row = 16 * (tile / GROUPS) + lane / 4 + (part & 2) * 4 - ROWS;  // of B; negative for rows of W
             const int column = 8 * (tile % GROUPS) + lane % 4 * 2 + (part & 1);
-            if (all < FIRST && row < 0) G[(row + ROWS) * ROWS + column] = values[part];
-            if (all < FIRST && row >= 0) O[row * ROWS + column] = values[part], Ot[column * ROWS + row] = values[part];
-            if (all >= FIRST && row >= 0) N[row * ROWS + column] = values[part];
+            // Two classes have nothing to do with each other.
+            const float value = PAIRS && ((row & (ROWS - 1)) < k) != (column < k) ? 0 : values[part];
+            if (all < FIRST && row < 0) G[(row + ROWS) * ROWS + column] = value;
+            if (all < FIRST && row >= 0) O[row * ROWS + column] = value, Ot[column * ROWS + row] = value;
+            if (all >= FIRST && row >= 0) N[row * ROWS + column] = value;
         }
     }
     __syncthreads();
@@ -527,7 +536,7 @@ __device__ __noinline__ void move_here(float* x, Columns columns, const float* L
 
 // ---- the step ----
 
-enum Verdict { SKIP, AGAIN, MOVE, STAY };
+enum Verdict { SKIP, AGAIN, MOVE, STAY, UNUSUAL };
 
 // The names are those of the head of this file, with C = cos - 1 and S = sinc. X, Y, U and V are room: on the way in U, V
 // and C hold O, O' and N; on the way out Y, V, X and U are what W' and M' are made of, in the order in which `move` takes
@@ -577,6 +586,110 @@ __device__ __noinline__ void large_turn(Matrices m, float tau, float scale, int 
     set(m.X, [&](int r, int c, int j) { return polar[j] - (r == c) + second[j]; });
 }
 
+#if ROWS <= 16
+// A k x k matrix in the registers of a warp, as tensor cores leave it: entry e of tile j is in row lane/4 + 8 (e/2) and
+// column 8 j + 2 (lane%4) + e%2.
+struct Held {
+    float at[GROUPS][2 * GROUPS];
+
+    // f(row, column, j, e), entry by entry.
+    template <typename F>
+    __device__ explicit Held(F f) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int j = 0; j < GROUPS; j++)
+#pragma unroll
+            for (int e = 0; e < 2 * GROUPS; e++) at[j][e] = f(lane / 4 + e / 2 * 8, 8 * j + lane % 4 * 2 + e % 2, j, e);
+    }
+};
+
+__device__ Held held(const float* matrix) {
+    __builtin_assume(__isShared(matrix));
+    return Held([&](int r, int c, int, int) { return matrix[r * ROWS + c]; });
+}
+
+__device__ void keep(float* matrix, const Held& x) {
+    __builtin_assume(__isShared(matrix));
+    Held([&](int r, int c, int j, int e) { return matrix[r * ROWS + c] = x.at[j][e]; });
+}
+
+// x y', in almost float32. If columns 2 t and 2 t + 1 are called t and t + 4, which changes no sum, what a lane holds of
+// x and y are the operands.
+__device__ Held times_transposed(const Held& x, const Held& y) {
+    float sums[GROUPS][3][4];
+#pragma unroll
+    for (int j = 0; j < GROUPS; j++) {
+        Split a[4] = {};
+#pragma unroll
+        for (int e = 0; e < 2 * GROUPS; e++) a[e] = split(x.at[j][e]);
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) {
+            const Split b0 = split(y.at[j][2 * i]), b1 = split(y.at[j][2 * i + 1]);
+            mma_part<0>(j == 0, sums[i][0], a[0], a[2], a[1], a[3], b0, b1);
+            mma_part<1>(j == 0, sums[i][1], a[0], a[2], a[1], a[3], b0, b1);
+            mma_part<2>(j == 0, sums[i][2], a[0], a[2], a[1], a[3], b0, b1);
+        }
+    }
+    return Held([&](int, int, int j, int e) { return sums[j][2][e] + (sums[j][0][e] + sums[j][1][e]); });
+}
+
+// `middle` for a class, or two of `paired` rows and more, that is finite, has something to turn it, turns but little and
+// is certainly not capped: what it asks of one class it asks of the sum over both. By one warp, which writes nothing if
+// that is not so.
+__device__ Verdict usual(Matrices m, float rate, int flags, float max_angle, int paired) {
+    const Held g = held(m.G), o = held(m.U), ot = held(m.V), n = held(m.C);
+    const Held row_length([&](int r, int, int, int) { return m.G[r * ROWS + r]; });
+    const Held column_length([&](int, int c, int, int) { return m.G[c * ROWS + c]; });
+    auto here = [&](int j, int e) { return row_length.at[j][e] != 0; };
+    auto both = [&](int j, int e) { return here(j, e) && column_length.at[j][e] != 0; };
+
+    const Held t([&](int, int, int j, int e) { return here(j, e) ? o.at[j][e] * (2 - column_length.at[j][e]) : 0; });
+    const Held tt([&](int, int, int j, int e) {  // its transpose
+        return column_length.at[j][e] != 0 ? ot.at[j][e] * (2 - row_length.at[j][e]) : 0;
+    });
+    const Held to = times_transposed(t, o);
+    const Held a([&](int, int, int j, int e) { return both(j, e) ? n.at[j][e] - to.at[j][e] : 0; });
+    float length = 0, left = 0;
+    bool first_moves = false, last_moves = false;
+    Held([&](int r, int c, int j, int e) {
+        if (r != c) return 0.0f;
+        length += n.at[j][e], left += a.at[j][e];
+        if (n.at[j][e] > 0) (r < paired ? first_moves : last_moves) = true;
+        return 0.0f;
+    });
+    const Held square = times_transposed(a, a);
+    length = over_warp(length, false), left = over_warp(left, false);
+    const float energy = fmaxf(left, 0.0f), scale = rate * rate, limit = flags & CAPPED ? max_angle * max_angle : 1;
+    const bool moves = __any_sync(0xffffffffu, last_moves) && (!paired || __any_sync(0xffffffffu, first_moves));
+    const bool finite = length - length == 0 && left - left == 0;
+    // The length of H may be off by the rounding of that of B.
+    const bool small = scale * length <= 1 && scale * energy <= SMALL_TURN && scale * (energy + 1e-5f * length) < limit;
+    if (!(finite && moves && small)) return UNUSUAL;
+
+    auto cosine = [&](int j, int e) { return scale * (scale * square.at[j][e] * (1 / 24.0f) - 0.5f * a.at[j][e]); };
+    auto sine = [&](int j, int e) { return scale * (scale * square.at[j][e] * (1 / 120.0f) - a.at[j][e] * (1 / 6.0f)); };
+    const Held v([&](int r, int c, int j, int e) { return both(j, e) ? -rate * ((r == c) + sine(j, e)) : 0; });
+    const Held vt = times_transposed(v, tt);
+    const Held y([&](int r, int c, int j, int e) {
+        return cosine(j, e) - 0.5f * (g.at[j][e] - (here(j, e) && r == c)) - vt.at[j][e];
+    });
+    const bool parallel = flags & PARALLEL;
+    Held x([&](int, int, int j, int e) { return -t.at[j][e]; });
+    if (parallel) {
+        const Held s([&](int r, int c, int j, int e) { return (r == c) + sine(j, e); });
+        const Held cos([&](int, int, int j, int e) { return cosine(j, e); });
+        const Held along = times_transposed(a, s), off = times_transposed(cos, tt);
+        x = Held([&](int, int, int j, int e) { return rate * along.at[j][e] - off.at[j][e] - t.at[j][e]; });
+    }
+    const Held u([&](int r, int c, int j, int e) {
+        return !here(j, e) ? (float)(r == c) : parallel ? cosine(j, e) : 0;
+    });
+    __syncwarp();
+    keep(m.Y, y), keep(m.V, v), keep(m.X, x), keep(m.U, u);
+    return MOVE;
+}
+#endif
+
 // All that happens to a class between two passes over its columns, by the first MIDDLE threads.
 //
 // Takes G, O (in U), O' (in V) and N (in C). Leaves what W' - W = Y W + V B and M' - B = X W + U B are made of, or, if
@@ -620,7 +733,7 @@ __device__ Verdict middle(Matrices m, float rate, int flags, float max_angle, bo
     const int doublings = size > 1 ? (int)ceilf(0.5f * log2f(size)) : 0;
     const float scale = tau * tau * exp2f(-2.0f * doublings);
     product = times(m.A, m.A);
-    if (size <= 0.01f) {
+    if (size <= SMALL_TURN) {
         // The usual case. Taylor polynomials of degree 2 suffice, and since cos^2 + sin^2 = 1, what P W + Q H lacks in
         // orthonormality is what W lacked: polar = 1 - (G - 1)/2, up to (G - 1) t.
         Four cosine, sine;
@@ -658,7 +771,8 @@ struct Heads {
     const Grad* grad[HEADS];
     Momentum* momentum[HEADS];
     unsigned long long* counts[HEADS];  // of classes that were skipped, and capped
-    int end[HEADS];                     // the number of classes up to and with this head
+    int classes[HEADS];
+    int end[HEADS];                     // of the clusters that work on this head and those before it
 };
 
 extern "C" __global__ void
@@ -667,7 +781,7 @@ __cluster_dims__(CLUSTER, 1, 1)
 #endif
 __launch_bounds__(THREADS, BLOCKS)
 step(const __grid_constant__ Heads heads, const float* lr_on_device, const float* momentum_on_device, const float* skip,
-     double lr_value, double momentum_value, double max_angle, int k, int n, int slice, int flags) {
+     double lr_value, double momentum_value, double max_angle, int k, int n, int slice, int resident, int flags) {
     __shared__ int verdict;
     if ((flags & CAN_SKIP) && *skip != 0) return;
     const float rate = flags & LR_ON_DEVICE ? *lr_on_device : (float)lr_value;
@@ -678,17 +792,24 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
     const u32 rank = rank_in_cluster();
     const int start = rank * slice, inside = min(slice, n - start);
 
-    int head = 0, which = blockIdx.x / CLUSTER;
-    while (which >= heads.end[head]) head++;
-    if (head) which -= heads.end[head - 1];
-    unsigned long long* counts = heads.counts[head];
-    const long long first = (long long)which * k * n;
-    float* weight = heads.weight[head] + first;
-    const Grad* grad = heads.grad[head] + first;
-    Momentum* momentum = has_momentum ? heads.momentum[head] + first : nullptr;
+    // A cluster takes a class, or two neighbours, of one of the heads.
+    struct Classes { int head, first; };
+    auto find = [&](int number) {
+        int head = 0;
+        while (number >= heads.end[head]) head++;
+        return Classes{head, (number - (head ? heads.end[head - 1] : 0)) * (1 + PAIRS)};
+    };
+    const Classes taken = find(blockIdx.x / CLUSTER);
+    const bool pair = PAIRS && taken.first + 1 < heads.classes[taken.head];
+    unsigned long long* counts = heads.counts[taken.head];
+    const long long first = (long long)taken.first * k * n;
+    float* weight = heads.weight[taken.head] + first;
+    const Grad* grad = heads.grad[taken.head] + first;
+    Momentum* momentum = has_momentum ? heads.momentum[taken.head] + first : nullptr;
 
-    const Columns columns = {k, slice, stride};
-    float* rest = columns.zeros() + 32;
+    const int rows = pair ? 2 * k : k;
+    Columns columns = {rows, 0, rows, slice, stride};
+    float* rest = (float*)shared4 + 2 * (1 + PAIRS) * k * stride + 32;
     float4* mine = (float4*)rest;
     if (CLUSTER > 1) rest += (ROWS == 32 ? 2 : 1) * TILES * 128;
     auto matrix = [&](int i) { return rest + i * MATRIX; };
@@ -699,7 +820,7 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
     // Steps 1 to 3 of Algorithm 1, but for the projection: W and B = mu M + D, zero beyond n.
     if (warp == 0) columns.zeros()[lane] = 0;
     auto sum = [&](float y, float z) { return has_momentum ? fmaf(mu, z, sign * y) : sign * y; };
-    for (int row = warp; row < k; row += WARPS) {
+    for (int row = warp; row < rows; row += WARPS) {
         const long long at = (long long)row * n + start;
         float *w_row = columns.w() + row * stride, *b_row = columns.b() + row * stride;
         if (vectors) {
@@ -733,40 +854,76 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
             }
         }
     }
+    // While this cluster computes, memory would idle: what a later one will need is brought into the L2 cache.
+    const int later = blockIdx.x / CLUSTER + resident / 2;
+    if (later >= resident && later < gridDim.x / CLUSTER) {
+        const Classes next = find(later);
+        const int last = min(rows, (heads.classes[next.head] - next.first) * k);
+        for (int row = warp; row < last; row += WARPS)
+            for (int column = 32 * lane; column < inside; column += 1024) {
+                const long long at = ((long long)next.first * k + row) * n + start + column;
+                bring_to_l2(heads.weight[next.head] + at), bring_to_l2(heads.grad[next.head] + at);
+                if (has_momentum) bring_to_l2(heads.momentum[next.head] + at);
+            }
+    }
     __syncthreads();
 
     // A class usually needs one round. With care it takes three: H for B, the step, its own Gram matrix for the new W.
     enum { STEP, CAREFUL_STEP, CORRECT } round = STEP;
     while (true) {
-        all_grams(columns, sums, mine, rank, m.G, m.U, m.V, m.C);
-        if (threadIdx.x < MIDDLE) {
-            int found = MOVE;
-            if (round == CORRECT) {
-                const Four g = four(m.G);
-                set(m.Y, [&](int r, int c, int j) { return 0.5f * (r == c) - 0.5f * g[j]; });
-                set(m.V, [&](int, int, int) { return 0.0f; });
-            } else {
-                found = middle(m, rate, flags, (float)max_angle, round == CAREFUL_STEP, rank == 0, counts);
-            }
+        all_grams(columns, k, sums, mine, rank, m.G, m.U, m.V, m.C);
+        const bool both = PAIRS && columns.k > k;
+        int found = UNUSUAL;
+#if ROWS <= 16
+        if (round == STEP) {
+            if (warp == 0) found = usual(m, rate, flags, (float)max_angle, both ? k : 0);
             if (threadIdx.x == 0) verdict = found;
+            __syncthreads();
+            found = verdict;
         }
-        __syncthreads();
+#endif
+        if (found == UNUSUAL && !both) {
+            __syncthreads();
+            if (threadIdx.x < MIDDLE) {
+                found = MOVE;
+                if (round == CORRECT) {
+                    const Four g = four(m.G);
+                    set(m.Y, [&](int r, int c, int j) { return 0.5f * (r == c) - 0.5f * g[j]; });
+                    set(m.V, [&](int, int, int) { return 0.0f; });
+                } else {
+                    found = middle(m, rate, flags, (float)max_angle, round == CAREFUL_STEP, rank == 0, counts);
+                }
+                if (threadIdx.x == 0) verdict = found;
+            }
+            __syncthreads();
+            found = verdict;
+        }
         if (READ_LATE) wait_for_cluster();  // nobody overwrites its sums, or leaves, before all have read them
-        if (verdict == SKIP) {
-            if (threadIdx.x == 0 && rank == 0) atomicAdd(counts, 1ull);
-            return;
+        if (found == UNUSUAL) {
+            columns.k = k;  // one after the other
+            continue;
         }
-        if (verdict == AGAIN) {
+        if (found == AGAIN) {
             round = CAREFUL_STEP;
             move_here(columns.b(), columns, m.X, m.U);
             continue;
         }
-        // A class that stays is left alone, to the bit.
-        move(columns, m.Y, m.V, m.X, m.U, verdict == MOVE && round != CAREFUL_STEP ? weight : nullptr,
-             round != CORRECT ? momentum : nullptr, n, start, vectors, flags & PARALLEL);
-        if (verdict == STAY || round != CAREFUL_STEP) return;
-        round = CORRECT;
+        if (found == SKIP && threadIdx.x == 0 && rank == 0) atomicAdd(counts, 1ull);
+        if (found != SKIP) {
+            // A class that stays is left alone, to the bit.
+            const long long at = PAIRS ? (long long)columns.first * n : 0;
+            move(columns, m.Y, m.V, m.X, m.U, found == MOVE && round != CAREFUL_STEP ? weight + at : nullptr,
+                 has_momentum && round != CORRECT ? momentum + at : nullptr, n, start, vectors, flags & PARALLEL);
+            if (found == MOVE && round == CAREFUL_STEP) {
+                round = CORRECT;
+                __syncthreads();
+                move_here(columns.w(), columns, m.Y, m.V);
+                continue;
+            }
+        }
+        if (!PAIRS || columns.first + columns.k == rows) return;
+        columns.first = k;  // the other one of two that were taken apart
+        round = STEP;
         __syncthreads();
-        move_here(columns.w(), columns, m.Y, m.V);
     }
 }

@@ -55,6 +55,8 @@ class Parts:
         self.data = open_data(recipe, data_dir, process)
         self.captured = self._can_be_captured()
 
+        # The fastest convolutions, found by trying all once; which they are may differ from run to run.
+        torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
         seed_everything(recipe.seed)  # the same first weights in every process
         memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.model = build_model(recipe, self.data.num_classes).to(self.device, memory_format=memory_format)  # type: ignore[call-overload]
