@@ -1,5 +1,6 @@
 """The study of CIFAR-100, small: it tunes, runs, resumes and answers; and its statistics are right."""
 
+import functools
 import json
 import math
 import statistics
@@ -97,6 +98,29 @@ def test_the_study_tunes_runs_answers_and_resumes(data, tmp_path, monkeypatch, c
     call(monkeypatch, run, *where, "--minutes", 0.25, "--set", *TINY, "batch_size=20")
     assert len(read(results)) > len(lines)  # another setting is another run
     assert "jobs remain" in capsys.readouterr().out
+
+
+def test_all_heads_share_the_compiled_network(data, tmp_path, monkeypatch):
+    sizes, rows = [], ("softmax", "cosine", "grassmann-8")
+
+    def backend(graph, _):
+        sizes[-1].append(len(graph.graph.nodes))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    for row in rows:
+        sizes.append([])
+        results = tmp_path / f"{row}.jsonl"
+        monkeypatch.setattr(run, "remaining", lambda args, lines, row=row: [] if lines else [first_of(row)])
+        call(monkeypatch, run, "--data-dir", data, "--results", results, "--scratch", tmp_path / "scratch")
+        assert [line.get("error") for line in read(results).values()] == [None]
+    assert max(sizes[0]) > 100
+    assert max(map(max, filter(None, sizes[1:]))) < 20  # the pooling in front of another kind of head
+
+
+def first_of(row):
+    return next(job for job in plan({}, [*TINY, "torchcompile=on"]) if job.row == row)
 
 
 def test_features_and_transfer_are_those_of_grassy_transfer(data, tmp_path):

@@ -7,6 +7,7 @@ Each job trains, measures its weights in the same process and appends one line o
 """
 
 import argparse
+import contextlib
 import fnmatch
 import functools
 import gc
@@ -17,7 +18,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -28,6 +29,7 @@ import torch
 
 from experiments.cifar100.measure import Lab, View, check, write_arrays
 from experiments.cifar100.plan import FINAL, STARTS, TUNE, Job, Lines, plan, read, seconds, to_do
+from grassy.heads.base import Head
 from grassy.training.checkpoint import LAST
 from grassy.training.distributed import find_device
 from grassy.training.journal import environment
@@ -56,8 +58,8 @@ def do(job: Job, place: Place) -> dict[str, Any]:
     facts = {"stage": job.stage, "row": job.row, "number": job.number, "seed": job.recipe.seed}
     line = {"key": job.key, **facts, "settings": job.settings, "start": job.start.key if job.start else None}
     try:
-        _keep_or_drop_compiled_code(job, device)
-        line |= _train_and_measure(job, place)
+        with heads_outside_of_compiled_code():
+            line |= _train_and_measure(job, place)
     except (ValueError, TypeError, RuntimeError, OSError, ArithmeticError) as error:
         line["diverged"] = isinstance(error, TrainingStopped)
         line["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -70,19 +72,20 @@ def do(job: Job, place: Place) -> dict[str, Any]:
     return {**line, **_machine(place.device), **times}
 
 
-_compiled_for: list[Any] = []
+@contextlib.contextmanager
+def heads_outside_of_compiled_code() -> Iterator[None]:
+    """So that all rows of a process share the compiled network. A head's own kernels are few, and fused already."""
+    before = Head.forward
+    Head.forward = _forward_as_it_is()  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Head.forward = before  # type: ignore[method-assign]
 
 
-def _keep_or_drop_compiled_code(job: Job, device: torch.device) -> None:
-    """Jobs with the same model share compiled code. For another one it is dropped: of a number that differs, such as
-    gamma, dynamo would make a variable, and after eight models in one process it would give up.
-    """
-    recipe = job.recipe
-    assert recipe is not None
-    model = [recipe.model, recipe.model_kwargs, recipe.head, recipe.freeze, recipe.batch_size]
-    if device.type == "cuda" and model != _compiled_for:
-        torch._dynamo.reset()
-        _compiled_for[:] = model
+@functools.cache  # a new one would be compiled for anew
+def _forward_as_it_is() -> Any:
+    return torch.compiler.disable(Head.forward)
 
 
 @functools.cache
@@ -168,7 +171,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results.jsonl")
     parser.add_argument("--scratch", type=Path, default=Path("runs/cifar100"), help="for data and weights")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing that would take longer")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once; on one GPU they gain nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once; on one GPU start MPS first, see README.md")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="rows, such as 'grassmann-*'")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides", help="for all recipes")
