@@ -18,7 +18,8 @@ from grassy.ops import reference
 
 __all__ = ["HEADS", "Plan", "geodesic_steps", "plan", "unavailable"]
 
-SOURCE = Path(__file__).with_name("step.cu")
+#: Compiled as one.
+SOURCES = [Path(__file__).with_name(name) for name in ("hardware.cu", "step.cu")]
 #: Heads that one launch takes.
 HEADS = 32
 #: Up to this K two classes are taken together: tensor cores work on 8 rows at least.
@@ -204,7 +205,15 @@ def _resident(kernel: Any, chosen: Plan) -> int:
 def _kernel(chosen: Plan, grad_is_bf16: bool, momentum_is_bf16: bool, device: torch.device) -> Any:
     from grassy.ops.nvrtc import compile_kernel
 
-    defines = {
+    text = "\n".join(path.read_text() for path in SOURCES)
+    with torch.cuda.device(device):
+        capability = torch.cuda.get_device_capability(device)
+        return compile_kernel(text, "step", defines(chosen, grad_is_bf16, momentum_is_bf16), capability)
+
+
+def defines(chosen: Plan, grad_is_bf16: bool, momentum_is_bf16: bool) -> dict[str, int]:
+    """What step.cu is compiled with."""
+    return {
         "ROWS": chosen.rows,
         "PAIRS": chosen.classes - 1,
         "CLUSTER": chosen.cluster,
@@ -214,5 +223,3 @@ def _kernel(chosen: Plan, grad_is_bf16: bool, momentum_is_bf16: bool, device: to
         "GRAD_BF16": int(grad_is_bf16),
         "MOMENTUM_BF16": int(momentum_is_bf16),
     }
-    with torch.cuda.device(device):
-        return compile_kernel(SOURCE.read_text(), "step", defines, torch.cuda.get_device_capability(device))

@@ -40,8 +40,6 @@ static_assert(MIDDLE <= THREADS && TEAM % BUFFERS == 0 && WARPS % GROUPS == 0, "
 #define LARGEST_TURN 64.0f  // 2**MAX_DOUBLINGS of the reference
 #define SMALL_TURN 0.01f    // of squared angles, in all
 
-typedef unsigned int u32;
-
 enum Flags { HAS_MOMENTUM = 1, PARALLEL = 2, CAPPED = 4, MAXIMIZE = 8, LR_ON_DEVICE = 16, MOMENTUM_ON_DEVICE = 32,
              VECTORS = 64, CAN_SKIP = 128 };
 
@@ -66,7 +64,6 @@ __device__ float4 get4(const unsigned short* p) {
     return make_float4(__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xffff0000u),
                        __uint_as_float(v.y << 16), __uint_as_float(v.y & 0xffff0000u));
 }
-__device__ void bring_to_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 __device__ u32 rounded_bf16(float x) {
     u32 bits = __float_as_uint(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0u;
@@ -104,15 +101,6 @@ __device__ Split split(float x) {
     return s;
 }
 
-// c += a b, or c = a b if c is fresh: a is 16 x 8, b is 8 x 8.
-__device__ void mma(bool fresh, float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    const float before[4] = {fresh ? 0 : c[0], fresh ? 0 : c[1], fresh ? 0 : c[2], fresh ? 0 : c[3]};
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(before[0]), "f"(before[1]), "f"(before[2]),
-          "f"(before[3]));
-}
-
 // One of the three products that make up a b in almost float32, the small ones first.
 template <int PART>
 __device__ void mma_part(bool fresh, float* c, Split a0, Split a1, Split a2, Split a3, Split b0, Split b1) {
@@ -121,64 +109,7 @@ __device__ void mma_part(bool fresh, float* c, Split a0, Split a1, Split a2, Spl
     if (PART == 2) mma(fresh, c, a0.high, a1.high, a2.high, a3.high, b0.high, b1.high);
 }
 
-// ---- the cluster ----
-
-__device__ u32 rank_in_cluster() {
-    u32 rank = 0;
-    if (CLUSTER > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-// What threads of the cluster wrote to shared memory of their own block before arriving, all may read after waiting.
-// Nothing is promised about other memory: for that a thread would wait, for a microsecond, until all that it has ever
-// stored has arrived.
-__device__ void arrive_at_cluster() {
-#if CLUSTER > 1 && __CUDACC_VER_MAJOR__ >= 13
-    asm volatile("fence.release.sync_restrict::shared::cta.cluster;\n barrier.cluster.arrive.relaxed.aligned;"
-                 ::: "memory");
-#elif CLUSTER > 1
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-
-// The same for what was written anywhere, also into other blocks, which therefore are still there to receive it.
-__device__ void arrive_at_cluster_with_all() {
-#if CLUSTER > 1
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-
-__device__ void wait_for_cluster() {
-#if CLUSTER > 1
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-    __syncthreads();
-#endif
-}
-
-#if CLUSTER > 1
-__device__ u32 address_in_block(const void* p, u32 rank) {
-    u32 address = (u32)__cvta_generic_to_shared(p), remote;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-    return remote;
-}
-
-__device__ float4 of_block(const float4* p, u32 rank) {
-    float4 v;
-    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address_in_block(p, rank)) : "memory");
-    return v;
-}
-
-__device__ void to_block(float4* p, float4 v, u32 rank) {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};"
-                 ::"r"(address_in_block(p, rank)), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-#endif
-
 // ---- columns in shared memory ----
-
-extern __shared__ float4 shared4[];
 
 // `rows` rows of W, as many of B, and 32 zeros: that is what shared memory begins with. Of them the k rows from `first` on
 // are worked on; all rows from k on are zero.
@@ -368,7 +299,7 @@ __device__ void all_grams(const Columns& columns, int k, float* buffers, float4*
 __device__ void wait_for_middle() {
     if (MIDDLE == 32) __syncwarp();
     else if (MIDDLE == THREADS) __syncthreads();
-    else asm volatile("bar.sync 1, %0;" ::"n"(MIDDLE) : "memory");
+    else wait_for_first<MIDDLE>();
 }
 
 // Four neighbours in a row of a matrix: what a thread works on. (With 8 rows two threads do the same.)
@@ -759,6 +690,7 @@ __device__ Verdict middle(Matrices m, float rate, int flags, float max_angle, bo
     if (parallel) first = times(m.A, m.S), second = times(m.C, m.T);
     product = times(m.V, m.T);
     const Four x = four(m.X), cosine = four(m.C);
+    wait_for_middle();  // with 8 rows another thread has the same entries
     set(m.Y, [&](int, int, int j) { return x[j] - product[j]; });
     set(m.X, [&](int, int, int j) { return tau * first[j] - second[j] - t[j]; });
     set(m.U, [&](int r, int c, int j) { return !here ? (float)(r == c) : parallel ? cosine[j] : 0; });

@@ -1,0 +1,258 @@
+"""The CUDA kernel of the step on a CPU: its source as C++, with threads as fibers (emulated_gpu.h)."""
+
+import contextlib
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from grassy import geometry as g
+from grassy import ops
+from grassy.ops import cuda_step
+from grassy.ops.cuda_step import Plan
+
+COMPILER = shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+F64, BF16 = torch.float64, torch.bfloat16
+LAUNCH = """
+extern "C" bool emulate(int blocks, int shared_bytes, unsigned seed, const Heads* heads, const float* lr,
+                        const float* momentum, const float* skip, double lr_value, double momentum_value,
+                        double max_angle, int k, int n, int slice, int resident, int flags) {
+    return launch(blocks, shared_bytes, seed, [=] {
+        step(*heads, lr, momentum, skip, lr_value, momentum_value, max_angle, k, n, slice, resident, flags);
+    });
+}
+"""
+
+
+class EmulatedKernel:
+    """Takes what `nvrtc.Kernel` takes; `seed` decides in which order threads run."""
+
+    seed = 0
+
+    def __init__(self, defines):
+        text = "\n".join([
+            Path(__file__).with_name("emulated_gpu.h").read_text(),
+            cuda_step.SOURCES[1].read_text().replace(
+                "__shared__ int verdict;", "int& verdict = blocks[current->block].verdict;"
+            ),
+            LAUNCH,
+        ])  # fmt: skip
+        # THREADS and WARPS are defined in the kernel, which comes later.
+        early = [f"-D{name}={value}" for name, value in defines.items()]
+        with tempfile.TemporaryDirectory() as folder:
+            source, built = Path(folder, "step.cpp"), Path(folder, "step.so")
+            source.write_text(f"#define THREADS (32 * WARPS)\n{text}")
+            command = [
+                COMPILER,
+                "-O1",
+                "-std=c++17",
+                "-shared",
+                "-fPIC",
+                "-w",
+                "-Wl,-Bsymbolic",
+                *early,
+                str(source),
+                "-o",
+                str(built),
+            ]
+            subprocess.run(command, check=True)
+            self.emulate = ctypes.CDLL(str(built)).emulate
+        self.emulate.restype = ctypes.c_bool
+
+    def launch(self, blocks, threads, shared_bytes, arguments):
+        heads, *tensors, lr, momentum, max_angle, k, n, slice_, resident, flags = arguments
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+        numbers = [ctypes.c_double(value) for value in (lr, momentum, max_angle)]
+        where = [blocks, shared_bytes, self.seed, ctypes.byref(heads)]
+        assert self.emulate(*where, *pointers, *numbers, k, n, slice_, resident, flags), "threads wait for ever"
+
+    def resident_clusters(self, *_):
+        return 2
+
+
+@functools.cache
+def compiled(defines):
+    return EmulatedKernel(dict(defines))
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """`emulated(plan)`: from now on the step with impl="cuda" is taken by the emulated kernel, divided like that."""
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(
+        cuda_step, "_kernel", lambda p, *types: compiled(tuple(cuda_step.defines(p, *types[:2]).items()))
+    )
+    monkeypatch.setattr(EmulatedKernel, "seed", 0)
+
+    def use(chosen):
+        monkeypatch.setattr(cuda_step, "plan", lambda *_: chosen)
+
+    return use
+
+
+OPTIONS = {"retraction": "exp", "transport": "projection", "max_angle": None, "maximize": False}
+
+
+def step(w, d, m, lr=0.05, skip=None, **options):
+    """What the kernel makes of copies of weights and momentum, and its two counts."""
+    w, m = w.clone(), None if m is None else m.clone()
+    ((skipped, capped),) = cuda_step.geodesic_steps([w], [d], [m], lr, 0.9, skip=skip, **{**OPTIONS, **options})
+    return w, m, (int(skipped), int(capped))
+
+
+def expected(w, d, m, lr=0.05, **options):
+    w, d, m = (None if x is None else x.to(F64, copy=True) for x in (w, d, m))
+    counts = ops.geodesic_step(w, d, m, lr, 0.9, impl="reference", **options)
+    return w, m, tuple(map(int, counts))
+
+
+def agree(found, right, distance=1e-6):
+    (w, m, counts), (w_right, m_right, right_counts) = found, right
+    assert counts == right_counts
+    spans = [torch.linalg.qr(x.double().mT).Q.mT for x in (w, w_right)]
+    assert g.distance(*spans).max() < distance
+    assert g.orthonormality_error(w) < 1e-6
+    if m is not None:
+        assert (m.double() - m_right).abs().max() < 3e-6 * max(1e-3, float(m_right.abs().max()))
+
+
+def case(shape, scale=0.3):
+    generator = torch.Generator().manual_seed(sum(shape))
+    w = g.random_subspace(*shape, generator=generator)
+    d, m = (scale * torch.randn(shape, generator=generator) for _ in range(2))
+    if shape[0] > 1:
+        d[1, 0, -1] = float("nan")
+    return w, d, g.project(w, m)
+
+
+# One block and clusters, columns beyond n, pairs with and without a last single class, all sizes of block.
+PLANS = [
+    ((5, 8, 100), Plan(8, 8, 1, 128, 4, 1)),
+    ((3, 7, 131), Plan(7, 8, 2, 96, 4, 1)),
+    ((2, 8, 128), Plan(8, 8, 4, 32, 4, 1)),
+    ((5, 4, 100), Plan(4, 8, 1, 128, 4, 1)),
+    ((4, 3, 131), Plan(3, 8, 2, 96, 4, 1)),
+    ((3, 1, 7), Plan(1, 8, 1, 32, 4, 1)),
+    ((3, 13, 100), Plan(13, 16, 1, 128, 8, 1)),
+    ((2, 16, 192), Plan(16, 16, 2, 96, 8, 1)),
+    ((2, 27, 72), Plan(27, 32, 1, 96, 8, 1)),
+    ((2, 32, 100), Plan(32, 32, 2, 64, 16, 1)),
+]
+
+
+@pytest.mark.parametrize("transport", ["projection", "parallel"])
+@pytest.mark.parametrize(("shape", "chosen"), PLANS, ids=str)
+def test_steps_of_all_sizes(shape, chosen, transport, emulated):
+    emulated(chosen)
+    w, d, m = case(shape)
+    for lr in (5e-4, 0.05):  # as in training, and a large turn
+        agree(step(w, d, m, lr, transport=transport), expected(w, d, m, lr, transport=transport))
+
+
+@pytest.mark.parametrize(("shape", "chosen"), PLANS, ids=str)
+def test_the_order_in_which_threads_run_does_not_matter(shape, chosen, emulated, monkeypatch):
+    """If a barrier is missing, some order shows it."""
+    emulated(chosen)
+    w, d, m = case(shape)
+    for lr in (5e-4, 5.0):  # the usual way, and that with care
+        first = step(w, d, m, lr)
+        for seed in range(1, 4):
+            monkeypatch.setattr(EmulatedKernel, "seed", seed)
+            again = step(w, d, m, lr)
+            assert torch.equal(again[0], first[0])
+            assert torch.equal(again[1], first[1])
+            assert again[2] == first[2]
+
+
+@pytest.mark.parametrize("options", [{"max_angle": 0.01}, {"max_angle": 0.5}, {"maximize": True}], ids=str)
+@pytest.mark.parametrize(("shape", "chosen"), [PLANS[i] for i in (1, 4, 6, 8)], ids=str)
+def test_options(shape, chosen, options, emulated):
+    emulated(chosen)
+    w, d, m = case(shape)
+    for lr in (1e-3, 0.05):
+        agree(step(w, d, m, lr, **options), expected(w, d, m, lr, **options), 1.5e-6)
+    agree(step(w, d, None, 0.05, **options), expected(w, d, None, 0.05, **options), 1.5e-6)
+
+
+@pytest.mark.parametrize(
+    "chosen", [Plan(4, 8, 1, 64, 4, 1), Plan(8, 8, 2, 32, 4, 1), Plan(16, 16, 1, 64, 8, 1)], ids=str
+)
+def test_bfloat16(chosen, emulated):
+    emulated(chosen)
+    w, d, m = case((3, chosen.k, 60))
+    found, right = step(w, d.to(BF16), m.to(BF16)), expected(w, d.to(BF16), m.to(BF16))
+    assert found[1].dtype == BF16
+    agree((found[0], None, found[2]), right)
+    assert (found[1].double() - right[1]).abs().max() < 2**-8 * right[1].abs().max()
+
+
+@pytest.mark.parametrize("momentum", [True, False])
+@pytest.mark.parametrize("chosen", [Plan(1, 8, 1, 64, 4, 1), Plan(3, 8, 2, 32, 4, 1), Plan(4, 8, 1, 64, 4, 1)], ids=str)
+def test_two_classes_that_are_taken_together_do_not_feel_each_other(chosen, momentum, emulated):
+    """In every pair one class is as usual; the other one is what the name says, before it or after it."""
+    emulated(chosen)
+    cases = {"usual": 1.0, "lost": float("nan"), "still": 0.0, "faint": 1e-20, "steep": 100.0, "wide": 1000.0}
+    names = [name for case in cases for name in (case, "usual", "usual", case)] + ["steep"]  # an odd number
+    generator = torch.Generator().manual_seed(0)
+    w = g.random_subspace(len(names), chosen.k, 50, generator=generator)
+    factors = torch.tensor([cases[name] for name in names]).view(-1, 1, 1)
+    d = factors * g.project(w, torch.randn(w.shape, generator=generator)) / 7
+    m = factors.nan_to_num(1) * torch.randn(w.shape, generator=generator) / 70 if momentum else None
+    moved, buffer, counts = step(w, d, m, 1e-3)
+    assert counts == (2, 0)
+    for i, name in enumerate(names):
+        one = slice(i, i + 1)
+        alone, own, _ = step(w[one], d[one], None if m is None else m[one], 1e-3)  # the same as if it were alone
+        assert (moved[i] - alone[0]).abs().max() < 3e-7, (i, name)
+        assert m is None or (buffer[i] - own[0]).abs().max() <= 1e-6 * own.abs().max(), (i, name)
+        assert torch.equal(moved[i], w[i]) or name not in ("lost", "still"), (i, name)
+    fine = torch.tensor([name != "lost" for name in names])
+    right = expected(w[fine], d[fine], m[fine] if momentum else None, 1e-3)
+    agree((moved[fine], buffer[fine] if momentum else None, (0, 0)), right, 1.5e-6)
+
+
+@pytest.mark.parametrize("chosen", [Plan(4, 8, 1, 64, 4, 1), Plan(8, 8, 2, 32, 4, 1), Plan(16, 16, 1, 64, 8, 1),
+                                    Plan(20, 32, 1, 64, 8, 1)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("lr", [1e-3, 0.5])
+def test_absent_rows_stay_absent_and_still_classes_still(chosen, lr, emulated):
+    emulated(chosen)
+    w, d, m = case((5, chosen.k, 60))
+    w[2, chosen.k - 2 :] = 0
+    d[3], m[3] = 0, 0
+    moved, buffer, counts = step(w, d, m, lr)
+    assert counts == (1, 0)
+    assert (moved[2, chosen.k - 2 :] == 0).all()
+    assert (buffer[2, chosen.k - 2 :] == 0).all()
+    assert torch.equal(moved[[1, 3]], w[[1, 3]])
+    assert g.orthonormality_error(moved) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "chosen", [Plan(3, 8, 2, 64, 4, 1), Plan(8, 8, 1, 96, 4, 1), Plan(17, 32, 1, 96, 8, 1)], ids=str
+)
+def test_several_heads_rates_in_tensors_and_a_flag_that_skips(chosen, emulated):
+    emulated(chosen)
+    sizes = [0, 3, 1, 0, 2]
+    weights = [g.random_subspace(size, chosen.k, 70) if size else torch.empty(0, chosen.k, 70) for size in sizes]
+    grads = [0.1 * torch.randn_like(w) for w in weights]
+    grads[1][2, 0, 0] = float("inf")
+    together = [[w.clone() for w in weights], [torch.zeros_like(w) for w in weights]]
+    totals = [torch.tensor([5, 7]) for _ in sizes]
+    rates = {"lr": torch.tensor(0.05), "momentum": torch.tensor(0.9), **OPTIONS, "counts": totals}
+    cuda_step.geodesic_steps(together[0], grads, together[1], skip=torch.tensor(1.0), **rates)
+    assert all(torch.equal(a, b) for a, b in zip(together[0], weights, strict=True))
+    cuda_step.geodesic_steps(together[0], grads, together[1], skip=torch.tensor(0.0), **rates)
+    for i, (w, d) in enumerate(zip(weights, grads, strict=True)):
+        if sizes[i]:
+            moved, buffer, _ = step(w, d, torch.zeros_like(w))
+            assert torch.equal(together[0][i], moved)
+            assert torch.equal(together[1][i], buffer)
+    assert [total.tolist() for total in totals] == [[5 + (i == 1), 7] for i in range(5)]
