@@ -206,6 +206,35 @@ def test_only_the_grassmann_head_has_subspaces_and_plain_sgd_on_it_is_an_option(
     assert torch.equal(other.weight, head.weight)
 
 
+def test_a_head_that_an_ordinary_optimizer_took_off_the_manifold_says_so_when_training_ends(recwarn):
+    head = grassy.heads.GrassmannHead(12, 3, k=2)
+    x, y = torch.randn(8, 12), torch.randint(3, (8,))
+    for riemannian in (True, False):
+        if riemannian:
+            optimizer = grassy.make_optimizer(head, "adamw", lr=0.1)
+        else:
+            optimizer = torch.optim.AdamW(head.parameters(), lr=0.1)
+        for _ in range(10):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(head(x), y).backward()
+            optimizer.step()
+        head.outlier_score(x)  # is not the end of training
+        assert not recwarn
+        if riemannian:
+            head.eval()
+            assert not recwarn
+            head.train()
+    with pytest.warns(UserWarning, match=r"orthonormal only to .*make_optimizer"):
+        head.eval()
+    recwarn.clear()
+    head.eval()
+    plain = grassy.heads.GrassmannHead(12, 3, k=2, riemannian=False)
+    torch.nn.init.ones_(plain.weight)
+    plain.eval()
+    torch.nn.Sequential(grassy.heads.GrassmannHead(12, 3, device="meta")).eval()
+    assert not recwarn
+
+
 def test_the_outlier_score_of_the_grassmann_head_is_the_energy_outside_the_best_subspace():
     head = create_head("grassmann", 16, 4, k=3, dtype=F64)
     inside = torch.randn(3, dtype=F64) @ head.weight[2].detach()

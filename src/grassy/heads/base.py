@@ -103,7 +103,8 @@ class Head(nn.Module):
     def evaluating(self) -> Iterator[None]:
         """Within this the head is in evaluation mode, its statistics too; afterwards in whatever mode each was."""
         modes = [(module, module.training) for module in self.modules()]
-        self.eval()
+        for module, _ in modes:
+            module.training = False
         try:
             yield
         finally:

@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from grassy.heads.gamma import recommended_gamma
 
 REPAIR_ABOVE = 1e-5
 REFUSE_ABOVE = 0.1
+#: Classes that are looked at when training ends: an optimizer treats all alike.
+LOOK_AT = 1000
 
 
 class GrassmannHead(Head):
@@ -86,6 +88,22 @@ class GrassmannHead(Head):
             nn.init.constant_(self.gamma, self.initial_gamma)
         with torch.no_grad():
             w.copy_(geometry.random_subspace(*w.shape, dtype=w.dtype, device=w.device) * present.unsqueeze(-1))
+
+    def train(self, mode: bool = True) -> Self:
+        """As any module's; warns at the end of training if an ordinary optimizer took the subspaces off the manifold.
+
+        Logits are no projections then, and such weights will not be loaded.
+        """
+        weight = self.weight.detach()
+        if self.training and not mode and self.subspace_names and weight.ndim == 3 and not weight.is_meta:
+            error = float(geometry.orthonormality_error(weight[:LOOK_AT])) if weight.numel() else 0.0
+            if not error <= REFUSE_ABOVE:
+                warnings.warn(
+                    f"the rows of a GrassmannHead's weight are orthonormal only to {error:.2g}: was it trained by an "
+                    "ordinary optimizer? Use grassy.make_optimizer.",
+                    stacklevel=2,
+                )
+        return super().train(mode)
 
     @property
     def dims(self) -> Tensor:
