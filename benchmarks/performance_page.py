@@ -73,7 +73,8 @@ def page(results: Path, images: Path) -> str:
             continue
         result = json.loads(path.read_text(encoding="utf-8"))
         text += write(result, images)
-        text.append(f"`python -m benchmarks.{name}` on {machine(result)}.{result.get('note', '')}")
+        command = f"python -m benchmarks.{name}" + (" --large" if name == "memory" else "")
+        text.append(f"`{command}` on {machine(result)}.{result.get('note', '')}")
     return "\n\n".join(block if block[0] in "#|!" else wrapped(block) for block in text) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Tables, pictures and verdicts from results.jsonl, written between the marks of docs/results.md and of the README.
+"""Tables, pictures and verdicts from results.jsonl, written between the marks of docs/results.md, and of the README if it has any.
 
     python -m experiments.cifar100.answer
 

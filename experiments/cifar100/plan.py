@@ -7,6 +7,7 @@
 import functools
 import hashlib
 import json
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,7 +105,7 @@ ROWS = (
     *("cosine", "arcface", "multi", "softtriple", "subcenter-arcface", "grassmann-2", "grassmann-1-unnormalized"),
 )
 
-#: Seconds an epoch, and beside the epochs, on an H200; of a row that is not captured in a CUDA graph, so much more.
+#: Seconds an epoch, and beside the epochs, on an H200; of a row whose step is plain torch, so much more.
 EPOCH_SECONDS, OTHER_SECONDS = 0.8, 12.0
 SLOWER = {"grassmann-8-qf": 1.3, "grassmann-8-std-spectral": 1.3}
 
@@ -170,7 +171,7 @@ def plan(lines: Lines, overrides: Sequence[str] = ()) -> list[Job]:
     winners = contestants(trials, lines)
     sources = {name: best(each, lines) for name, each in trials.items()} | winners
     done: dict[int, dict[str, Job]] = {seed: {} for seed in MORE_SEEDS}
-    for row in ROWS:  # its seeds one after the other: they share compiled code
+    for row in ROWS:  # its seeds one after the other: if time ends early, some rows are whole
         if row == BOTH and row not in winners and winners:
             continue
         for seed in MORE_SEEDS:
@@ -278,16 +279,17 @@ def _defaults() -> dict[str, Any]:
     return Recipe().to_dict()
 
 
-def seconds(job: Job, lines: Lines, hardware: str | None = None) -> float:
-    """How long a job should take: as the slowest of its row did, or else guessed from others, or from an H200."""
+def seconds(job: Job, lines: Lines, hardware: str | None = None, at_once: int = 1) -> float:
+    """How long a job should take beside others: as its row did, or else guessed from other rows, or from an H200."""
     known = [line for line in lines.values() if "top1" in line and hardware in (None, line["device"])]
+    known = [line for line in known if line.get("at_once", 1) == at_once]
     same = [line["seconds"] for line in known if (line["stage"], line["row"]) == (job.stage, job.row)]
     if same:
-        return max(same)
+        return statistics.median(same)
     epochs = job.changes.get("epochs", EPOCHS[job.stage])
-    guess = EPOCH_SECONDS * epochs * SLOWER.get(job.row, 1.0) + OTHER_SECONDS
-    alike = sorted(line["seconds"] for line in known if line["stage"] == job.stage)
-    return max(guess, alike[len(alike) // 2]) if alike else guess
+    guess = EPOCH_SECONDS * at_once * epochs * SLOWER.get(job.row, 1.0) + OTHER_SECONDS
+    alike = [line["seconds"] for line in known if line["stage"] == job.stage]
+    return max(guess, statistics.median(alike)) if alike else guess
 
 
 def to_do(jobs: Iterable[Job], lines: Lines, retry: bool = False) -> Iterator[Job]:

@@ -49,6 +49,7 @@ class Place:
     scratch: Path
     device: str
     keep: bool = False
+    at_once: int = 1
 
 
 def do(job: Job, place: Place) -> dict[str, Any]:
@@ -61,14 +62,14 @@ def do(job: Job, place: Place) -> dict[str, Any]:
         with heads_outside_of_compiled_code():
             line |= _train_and_measure(job, place)
     except (ValueError, TypeError, RuntimeError, OSError, ArithmeticError) as error:
-        line["diverged"] = isinstance(error, TrainingStopped)
+        line["diverged"] = isinstance(error, TrainingStopped) and error.__cause__ is None  # else out of memory
         line["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     finally:
         if device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
     started = datetime.now(UTC) - timedelta(seconds=time.monotonic() - begin)
-    times = {"seconds": round(time.monotonic() - begin, 2), "started": started.isoformat(timespec="seconds")}
+    times = {"at_once": place.at_once, "seconds": round(time.monotonic() - begin, 2), "started": started.isoformat(timespec="seconds")}
     return {**line, **_machine(place.device), **times}
 
 
@@ -188,7 +189,7 @@ def main() -> None:
         check(args.data_dir)
     except ValueError as error:
         parser.error(str(error))
-    place = Place(args.scratch.resolve(), args.device, args.keep)
+    place = Place(args.scratch.resolve(), args.device, args.keep, args.jobs)
     hardware = _machine(args.device)["device"]
     first = next((job for job in remaining(args, lines) if job.base), None)
     if first is not None and first.recipe is not None:
@@ -218,7 +219,7 @@ def main() -> None:
                 failures = failures + 1 if "error" in line and not line["diverged"] else 0
     rest = list(remaining(args, lines))
     late = (
-        f"{len(rest)} jobs remain, about {minutes(rest, lines, hardware):.0f} minutes" if rest else "all jobs are done"
+        f"{len(rest)} jobs remain, about {minutes(rest, lines, args, hardware):.0f} minutes" if rest else "all jobs are done"
     )
     print(f"{late}; results in {args.results}", flush=True)
 
@@ -230,12 +231,13 @@ def remaining(args: argparse.Namespace, lines: Lines) -> list[Job]:
 
 def expected(job: Job, lines: Lines, hardware: str | None, place: Place) -> float:
     """Seconds of a job, with those of the run that it begins with, if its weights are not there."""
-    before = 0.0 if job.start is None or _start_file(job.start, place).exists() else seconds(job.start, lines, hardware)
-    return before + seconds(job, lines, hardware)
+    known = job.start is None or _start_file(job.start, place).exists()
+    jobs = [job] if known or job.start is None else [job.start, job]
+    return sum(seconds(each, lines, hardware, place.at_once) for each in jobs)
 
 
-def minutes(jobs: list[Job], lines: Lines, hardware: str | None = None) -> float:
-    return sum(seconds(job, lines, hardware) for job in jobs) / 60
+def minutes(jobs: list[Job], lines: Lines, args: argparse.Namespace, hardware: str | None = None) -> float:
+    return sum(seconds(job, lines, hardware, args.jobs) for job in jobs) / 60 / args.jobs
 
 
 def report(job: Job, line: dict[str, Any], args: argparse.Namespace, lines: Lines, hardware: str, begin: float) -> None:
@@ -245,7 +247,7 @@ def report(job: Job, line: dict[str, Any], args: argparse.Namespace, lines: Line
         said += f", transfer {sum(transfer.values()) / len(transfer):.2f}"
     spent = (time.monotonic() - begin) / 60
     limit = "" if math.isinf(args.minutes) else f" of {args.minutes:g}"
-    go = f"{len(rest)} jobs, about {minutes(rest, lines, hardware):.0f} min, to go"
+    go = f"{len(rest)} jobs, about {minutes(rest, lines, args, hardware):.0f} min, to go"
     print(f"{job.name}: {said}, {line['seconds']:.0f} s; {spent:.1f}{limit} min spent, {go}", flush=True)
 
 
@@ -255,11 +257,11 @@ def list_jobs(args: argparse.Namespace, lines: Lines) -> None:
     for job in jobs:
         line = lines.get(job.key) if job.base else None
         state = "waits" if not job.base else "to do" if line is None else "FAILED" if "error" in line else "done"
-        print(f"{state:6} {job.name:42} {seconds(job, lines):6.0f} s")
+        print(f"{state:6} {job.name:42} {seconds(job, lines, at_once=args.jobs):6.0f} s")
     for stage in (TUNE, FINAL):
         rest = [job for job in to_do(jobs, lines) if job.stage == stage]
         of = sum(job.stage == stage for job in jobs)
-        print(f"{stage}: {len(rest)} of {of} jobs to do, about {minutes(rest, lines):.0f} minutes")
+        print(f"{stage}: {len(rest)} of {of} jobs to do, about {minutes(rest, lines, args):.0f} minutes")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The step on a CPU in C++ (native.cpp), for float32: two to three times as fast as plain torch.
+"""The step on a CPU in C++ (native.cpp), for float32: two to four times as fast as plain torch.
 
 Optional: it is compiled at first use, if there is a compiler, into the user's cache folder ($GRASSY_CACHE, or
 ~/.cache/grassy). Without one, and for what it does not take, the reference does the work.
