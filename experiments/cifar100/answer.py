@@ -1,4 +1,4 @@
-"""Tables, pictures and verdicts from results.jsonl, written between the marks of docs/results.md, and of the README if it has any.
+"""Tables, pictures and verdicts from results.jsonl, written between the marks of docs/results.md.
 
     python -m experiments.cifar100.answer
 

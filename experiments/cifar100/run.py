@@ -69,8 +69,8 @@ def do(job: Job, place: Place) -> dict[str, Any]:
             gc.collect()
             torch.cuda.empty_cache()
     started = datetime.now(UTC) - timedelta(seconds=time.monotonic() - begin)
-    times = {"at_once": place.at_once, "seconds": round(time.monotonic() - begin, 2), "started": started.isoformat(timespec="seconds")}
-    return {**line, **_machine(place.device), **times}
+    times = {"seconds": round(time.monotonic() - begin, 2), "started": started.isoformat(timespec="seconds")}
+    return {**line, **_machine(place.device), "at_once": place.at_once, **times}
 
 
 @contextlib.contextmanager
@@ -218,9 +218,8 @@ def main() -> None:
                 report(job, line, args, lines, hardware, begin)
                 failures = failures + 1 if "error" in line and not line["diverged"] else 0
     rest = list(remaining(args, lines))
-    late = (
-        f"{len(rest)} jobs remain, about {minutes(rest, lines, args, hardware):.0f} minutes" if rest else "all jobs are done"
-    )
+    left_over = f"{len(rest)} jobs remain, about {minutes(rest, lines, args, hardware):.0f} minutes"
+    late = left_over if rest else "all jobs are done"
     print(f"{late}; results in {args.results}", flush=True)
 
 

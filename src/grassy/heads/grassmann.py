@@ -32,8 +32,8 @@ class GrassmannHead(Head):
     normalize: False keeps the length of the features and multiplies by gamma (an ablation of the paper's).
     riemannian: False makes the weight an ordinary parameter, which loses its orthonormality (another ablation).
     fuse_loss: compute the cross-entropy of `classification_loss` in the head, without the logits, and with few of the
-        B x C x K coordinates at a time. For very many classes, where these take more memory than the weight. It changes nothing
-        for other criteria and for logits.
+        B x C x K coordinates at a time. For very many classes, where these take more memory than the weight. It changes
+        nothing for other criteria and for logits.
     """
 
     subspace_names: tuple[str, ...] = ("weight",)

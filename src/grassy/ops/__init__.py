@@ -57,8 +57,8 @@ def choose(impl: str, weight: Tensor) -> str:
 def explain(weight: Tensor) -> dict[str, str | None]:
     """The implementations of the step in the order of preference for such a weight, each with why it is not taken.
 
-    The first without a reason is the one that `impl="auto"` takes for a weight by itself; of several that are alike, all
-    are taken by "cuda" in one launch if it can.
+    The first without a reason is the one that `impl="auto"` takes for a weight by itself. Several that are alike are
+    taken by "cuda" in one launch, if it can.
     """
     return {name: _why_not(name, weight) for name in _order(weight)}
 
@@ -145,8 +145,9 @@ def subspace_cross_entropy(
     `torch.nn.functional.cross_entropy`. A label that is no class makes the loss NaN.
 
     The coordinates W_c x̂, of size B x C x K, are kept for the backward if they are few; otherwise those of the first
-    classes are, and the others are computed again there, a chunk of classes at a time. There is no second derivative. float16, float64, a gamma that is a
-    tensor and a target that wants a gradient are left to plain torch, which keeps them all.
+    classes are, and the others are computed again there, a chunk of classes at a time. There is no second derivative.
+    float16, float64, a gamma that is a tensor and a target that wants a gradient are left to plain torch, which keeps
+    them all.
     """
     kernels = _by_kernels(impl, weight)
     return fused_loss.subspace_cross_entropy(
@@ -219,7 +220,7 @@ def geodesic_steps(
     counts: Sequence[Tensor] | None = None,
     impl: str = "auto",
 ) -> list[StepCounts]:
-    """`geodesic_step` of several weights (C_i, K_i, N_i). On an NVIDIA GPU those of one K and N are one launch, if "cuda" takes them.
+    """`geodesic_step` of several weights (C_i, K_i, N_i). Those of one K and N that "cuda" takes are one launch.
 
     counts: for each weight two numbers, int64 on its device, to which those of this step are added, and which are then
     returned: that saves the launches that would set new ones to 0 and add them up.

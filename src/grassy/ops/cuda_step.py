@@ -1,8 +1,9 @@
 """The step on an NVIDIA GPU in CUDA C++ (step.cu): one launch, each number read and written once.
 
 Optional: it is compiled at first use by the NVRTC library that comes with torch. It takes float32 weights with k up to
-32, as far as a class fits into shared memory; gradients and momentum may be bfloat16. What it does not take goes to the reference. Learning rate, momentum and the
-flag that skips a step may be tensors on the device, and nothing is read back: the step can live in a CUDA graph.
+32, as far as a class fits into shared memory; gradients and momentum may be bfloat16. What it does not take goes to the
+reference. Learning rate, momentum and the flag that skips a step may be tensors on the device, and nothing is read
+back: the step can live in a CUDA graph.
 """
 
 import ctypes
