@@ -1,4 +1,4 @@
-"""The two hot paths in plain torch: the specification that every kernel is tested against, and the path where no kernel fits.
+"""The two hot paths in plain torch: the specification of every kernel, and the path where no kernel fits.
 
 Shapes: B batch, C classes, K subspace dimension, N feature dimension. Weight, gradient and momentum are (C, K, N).
 """
