@@ -51,15 +51,16 @@ def test_the_step_that_is_chosen_agrees(shape, transport):
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 130), (5, 8, 2048), (3, 16, 384), (3, 32, 2048)], ids=str)
-def test_the_kernel_in_cuda_takes_all_options(shape):
+@pytest.mark.parametrize("lr", [5e-4, 0.05])  # the usual way, and that of large turns
+def test_the_kernel_in_cuda_takes_all_options(shape, lr):
     w, d, m = case(shape)
     assert ops.choose("cuda", w) == "cuda"
     for options in ({"max_angle": 0.01}, {"max_angle": 0.5}, {"maximize": True}):
-        distance, momentum, error = compare(w, d, m, "cuda", **options)
+        distance, momentum, error = compare(w, d, m, "cuda", lr, **options)
         assert distance < 1.5e-6
         assert momentum < 3e-6
         assert error < 1e-6
-    assert compare(w, d, None, "cuda")[0] < 1.5e-6
+    assert compare(w, d, None, "cuda", lr)[0] < 1.5e-6
 
 
 @pytest.mark.parametrize("transport", ["projection", "parallel"])
@@ -72,7 +73,7 @@ def test_small_turns_as_in_training(shape, transport):
     assert error < 1e-6
 
 
-@pytest.mark.parametrize("n", [129, 512, 2048])
+@pytest.mark.parametrize("n", [129, 512, 1024, 2048, 4096])  # clusters of all sizes
 @pytest.mark.parametrize("k", [1, 3, 4])
 @pytest.mark.parametrize("momentum", [True, False])
 def test_two_classes_that_are_taken_together_do_not_feel_each_other(k, n, momentum):
@@ -122,9 +123,11 @@ def test_large_turns_are_taken_with_care(shape):
     assert compare(w, d, m, "cuda", max_angle=0.3)[0] < 1.5e-6
 
 
-def test_bfloat16_gradients_and_momentum():
-    w, d, m = case((7, 8, 512))
-    distance, momentum, error = compare(w, d.to(BF16), m.to(BF16), "cuda")
+@pytest.mark.parametrize("lr", [5e-4, 0.05])
+@pytest.mark.parametrize("k", [4, 8])
+def test_bfloat16_gradients_and_momentum(k, lr):
+    w, d, m = case((7, k, 512))
+    distance, momentum, error = compare(w, d.to(BF16), m.to(BF16), "cuda", lr)
     assert distance < 1e-6
     assert momentum < 2**-8
     assert error < 1e-6
@@ -132,16 +135,28 @@ def test_bfloat16_gradients_and_momentum():
 
 @pytest.mark.parametrize("k", [4, 8])
 @pytest.mark.parametrize("impl", ["cuda", "triton"])
-def test_absent_rows_stay_absent_and_still_classes_still(impl, k):
+@pytest.mark.parametrize("transport", ["projection", "parallel"])
+@pytest.mark.parametrize("lr", [5e-4, 0.05])
+def test_absent_rows_stay_absent_and_still_classes_still(impl, k, lr, transport):
     w, d, m = case((50, k, 300))
     w[3, k - 2 :] = 0
     d[4], m[4] = 0, 0
     before = w.clone()
-    ops.geodesic_step(w, d, m, 0.05, 0.9, impl=impl)
+    ops.geodesic_step(w, d, m, lr, 0.9, impl=impl, transport=transport)
     assert (w[3, k - 2 :] == 0).all()
     assert (m[3, k - 2 :] == 0).all()
     assert torch.equal(w[[1, 4]], before[[1, 4]])
     assert g.orthonormality_error(w) < 1e-6
+
+
+@pytest.mark.parametrize("impl", ["cuda", "triton", "reference"])
+@pytest.mark.parametrize("k", [3, 8])
+def test_huge_gradients_turn_a_class_by_the_largest_angle_allowed(impl, k):
+    w = g.random_subspace(4, k, 64, device="cuda")
+    moved = w.clone()
+    counts = ops.geodesic_step(moved, 1e11 * torch.randn_like(w), None, 1.0, 0.0, max_angle=0.1, impl=impl)
+    assert int(counts.capped) == 4
+    assert torch.allclose(g.principal_angles(w, moved)[:, -1], torch.tensor(0.1, device="cuda"), rtol=0.01)
 
 
 def test_a_gradient_within_the_subspace_does_not_move_it():

@@ -24,6 +24,7 @@ def test_a_plan_covers_all_columns_and_fits_the_device(k, n, capability):
     assert chosen.k * chosen.classes <= chosen.rows
     assert chosen.k == k
     assert chosen.classes == 1 or 2 * k <= 8
+    assert chosen.classes == 2 or k > 4 or cuda_step._plan(k, n, 2, capability) is None
     assert chosen.columns % 32 == 0
     assert chosen.cluster * chosen.columns >= n
     assert chosen.shared_bytes <= 1024 * SHARED[capability]
@@ -37,6 +38,16 @@ def test_the_usual_heads_have_a_plan_and_large_classes_do_not():
             assert plan(k, n, HOPPER) is not None
     assert plan(33, 64, HOPPER) is None
     assert plan(8, 64, (7, 5)) is None  # no TF32
+
+
+def test_what_would_not_stay_in_the_cache_is_not_brought_ahead(monkeypatch):
+    chosen, kernel = plan(8, 2048, HOPPER), SimpleNamespace(resident_clusters=lambda *_: 100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda size: SimpleNamespace(L2_cache_size=size))
+    monkeypatch.setattr(cuda_step, "_resident", lambda *_: 100)
+    ahead = cuda_step._bringing_ahead.__wrapped__
+    needed = 50 * 8 * 2048 * 12
+    assert ahead(kernel, chosen, 2048, 2 * needed) == 100
+    assert ahead(kernel, chosen, 2048, 2 * needed - 1) == 2**31 - 1
 
 
 def test_the_source_of_the_kernel_is_in_the_package():

@@ -23,30 +23,29 @@ __all__ = ["HEADS", "Plan", "geodesic_steps", "plan", "unavailable"]
 SOURCES = [Path(__file__).with_name(name) for name in ("hardware.cu", "step.cu")]
 #: Heads that one launch takes.
 HEADS = 32
-#: Up to this K two classes are taken together: tensor cores work on 8 rows at least.
+#: Up to this K two classes are taken together, if they fit: tensor cores work on 8 rows at least.
 PAIRED_K = 4
-#: KiB of shared memory for the slice of a class that one thread block holds, by rows: what an H200 was fastest with.
+#: KiB of shared memory for the slice of a class or a pair that one thread block holds, by rows: what an H200 was fastest
+#: with.
 SLICE_KIB = {8: 32, 16: 64, 32: 128}
 #: KiB of shared memory that a thread block may have, by capability; those that are not listed, such as 8.6, have 99.
 SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 #: Of these the kernel's own variable takes so many bytes.
 STATIC_BYTES = 16
+#: Of the L2 cache so much may be filled with what later clusters will take: more would be gone before they come.
+SHARE_OF_L2 = 0.5
 
 
 class Plan(NamedTuple):
-    """How a class, or a pair, is divided: `cluster` blocks hold `columns` columns each; `rows` is k rounded up."""
+    """How classes are divided: a cluster of thread blocks takes `classes`, and each block `columns` of their columns."""
 
     k: int
-    rows: int
+    rows: int  # of all classes together, rounded up
     cluster: int
     columns: int
     warps: int
     blocks: int  # that a multiprocessor is meant to hold at once, which bounds the registers of each
-
-    @property
-    def classes(self) -> int:
-        """That a cluster takes together."""
-        return 2 if self.k <= PAIRED_K else 1
+    classes: int = 1
 
     @property
     def shared_bytes(self) -> int:
@@ -62,23 +61,28 @@ def plan(k: int, n: int, capability: tuple[int, int]) -> Plan | None:
     """How to launch the kernel for classes of K x N; None if it does not take them."""
     if k > 32 or capability < (8, 0):
         return None
-    rows = next(size for size in (8, 16, 32) if k <= size)
+    together = _plan(k, n, 2, capability) if k <= PAIRED_K else None
+    return together or _plan(k, n, 1, capability)
+
+
+def _plan(k: int, n: int, classes: int, capability: tuple[int, int]) -> Plan | None:
+    rows = next(size for size in (8, 16, 32) if classes * k <= size)
     clusters = (1, 2, 4, 8) if capability >= (9, 0) else (1,)
     largest = SHARED_KIB.get(capability, 99) * 1024 - STATIC_BYTES
     for cluster in clusters:
         columns = 32 * -(-n // (32 * cluster))
-        slice_kib = 8 * (2 * k if k <= PAIRED_K else k) * columns / 1024
+        slice_kib = 8 * classes * k * columns / 1024
         if slice_kib <= SLICE_KIB[rows]:
             break
     warps = {8: 4 if slice_kib <= 48 else 8, 16: 8, 32: 8 if slice_kib <= 64 else 16}[rows]
-    shared = Plan(k, rows, cluster, columns, warps, 1).shared_bytes
+    shared = Plan(k, rows, cluster, columns, warps, 1, classes).shared_bytes
     if shared > largest:
         return None
-    # More warps hide more, but each has fewer registers then. Without clusters 1,000 classes are two rounds of 16, and
-    # 500 pairs are four.
-    by_registers = (20 if PAIRED_K < k <= 8 and cluster > 1 else 16) // warps
+    # More warps hide more, but each has fewer registers then. With 16 on a multiprocessor 1,000 classes that need no
+    # cluster are two rounds, and 500 pairs in clusters of four are four.
+    by_registers = (20 if rows == 8 and classes == 1 and cluster > 1 else 16) // warps
     by_memory = (largest + 1024) // (shared + 1024)
-    return Plan(k, rows, cluster, columns, warps, max(1, min(by_registers, by_memory)))
+    return Plan(k, rows, cluster, columns, warps, max(1, min(by_registers, by_memory)), classes)
 
 
 def unavailable(weight: Tensor) -> str | None:
@@ -184,7 +188,7 @@ def geodesic_steps(
             *(value if isinstance(value, Tensor) else weight for value in (lr, momentum, skip)),
             *(0.0 if isinstance(value, Tensor) else float(value) for value in (lr, momentum)),
             0.0 if max_angle is None else float(max_angle),
-            *(k, n, chosen.columns, _resident(kernel, chosen), flags),
+            *(k, n, chosen.columns, _bringing_ahead(kernel, chosen, n, weight.device), flags),
         ]
         kernel.launch(clusters * chosen.cluster, 32 * chosen.warps, chosen.shared_bytes, arguments)
     # As torch does itself, so that autograd notices.
@@ -200,6 +204,17 @@ def _as_float32(value: Any, device: torch.device) -> Any:
 def _resident(kernel: Any, chosen: Plan) -> int:
     """Clusters that the GPU holds at once."""
     return kernel.resident_clusters(chosen.cluster, 32 * chosen.warps, chosen.shared_bytes)
+
+
+@functools.cache
+def _bringing_ahead(kernel: Any, chosen: Plan, n: int, device: torch.device) -> int:
+    """The clusters that are resident, of which the kernel brings what half of them take ahead; or more than there are,
+    so that it brings nothing, if that were too much for the cache.
+    """
+    resident = _resident(kernel, chosen)
+    ahead = resident / 2 * chosen.classes * chosen.k * n * 12  # bytes: weight, gradient and momentum
+    fits = ahead <= SHARE_OF_L2 * torch.cuda.get_device_properties(device).L2_cache_size
+    return resident if fits else 2**31 - 1
 
 
 @functools.cache

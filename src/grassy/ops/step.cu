@@ -477,21 +477,20 @@ struct Matrices {
 };
 
 // The rest of `middle` up to X and V, for turns of any size: polynomials of degree 5, doublings of the angle, and the
-// Gram matrix P G P + Q A Q of P W + Q H for the polar factor. Y is (scale A)^2.
-__device__ __noinline__ void large_turn(Matrices m, float tau, float scale, int doublings) {
-    const Four a = four(m.A), y = four(m.Y), g = four(m.G), cube = times(m.Y, m.A);
+// Gram matrix P G P + Q A Q of P W + Q H for the polar factor. U is scale A, and Y its square.
+__device__ __noinline__ void large_turn(Matrices m, float tau, int doublings) {
+    const Four a = four(m.U), y = four(m.Y), g = four(m.G), cube = times(m.Y, m.U);
+    wait_for_middle();
     set(m.U, [&](int r, int c, int j) {
-        return (r == c) * (1 / 24.0f) - scale * a[j] * (1 / 720.0f) + y[j] * (1 / 40320.0f) -
-               scale * cube[j] * (1 / 3628800.0f);
+        return (r == c) * (1 / 24.0f) - a[j] * (1 / 720.0f) + y[j] * (1 / 40320.0f) - cube[j] * (1 / 3628800.0f);
     });
     set(m.V, [&](int r, int c, int j) {
-        return (r == c) * (1 / 120.0f) - scale * a[j] * (1 / 5040.0f) + y[j] * (1 / 362880.0f) -
-               scale * cube[j] * (1 / 39916800.0f);
+        return (r == c) * (1 / 120.0f) - a[j] * (1 / 5040.0f) + y[j] * (1 / 362880.0f) - cube[j] * (1 / 39916800.0f);
     });
     wait_for_middle();
     Four first = times(m.Y, m.U), second = times(m.Y, m.V);
-    set(m.C, [&](int, int, int j) { return -0.5f * scale * a[j] + first[j]; });
-    set(m.S, [&](int r, int c, int j) { return (r == c) - scale * a[j] * (1 / 6.0f) + second[j]; });
+    set(m.C, [&](int, int, int j) { return -0.5f * a[j] + first[j]; });
+    set(m.S, [&](int r, int c, int j) { return (r == c) - a[j] * (1 / 6.0f) + second[j]; });
     wait_for_middle();
     for (int doubling = 0; doubling < doublings; doubling++) {
         first = times(m.C, m.C), second = times(m.C, m.S);
@@ -564,7 +563,7 @@ __device__ Held times_transposed(const Held& x, const Held& y) {
     return Held([&](int, int, int j, int e) { return sums[j][2][e] + (sums[j][0][e] + sums[j][1][e]); });
 }
 
-// `middle` for a class, or two of `paired` rows and more, that is finite, has something to turn it, turns but little and
+// `middle` for a class (`paired` is 0), or two of `paired` rows each, that is finite, has something to turn it, turns but little and
 // is certainly not capped: what it asks of one class it asks of the sum over both. By one warp, which writes nothing if
 // that is not so.
 __device__ Verdict usual(Matrices m, float rate, int flags, float max_angle, int paired) {
@@ -588,17 +587,19 @@ __device__ Verdict usual(Matrices m, float rate, int flags, float max_angle, int
         if (n.at[j][e] > 0) (r < paired ? first_moves : last_moves) = true;
         return 0.0f;
     });
-    const Held square = times_transposed(a, a);
+    const float scale = rate * rate, limit = flags & CAPPED ? max_angle * max_angle : 1;
+    const Held turn([&](int, int, int j, int e) { return scale * a.at[j][e]; });  // of which the square is finite
+    const Held square = times_transposed(turn, turn);
     length = over_warp(length, false), left = over_warp(left, false);
-    const float energy = fmaxf(left, 0.0f), scale = rate * rate, limit = flags & CAPPED ? max_angle * max_angle : 1;
+    const float energy = fmaxf(left, 0.0f);
     const bool moves = __any_sync(0xffffffffu, last_moves) && (!paired || __any_sync(0xffffffffu, first_moves));
     const bool finite = length - length == 0 && left - left == 0;
     // The length of H may be off by the rounding of that of B.
     const bool small = scale * length <= 1 && scale * energy <= SMALL_TURN && scale * (energy + 1e-5f * length) < limit;
     if (!(finite && moves && small)) return UNUSUAL;
 
-    auto cosine = [&](int j, int e) { return scale * (scale * square.at[j][e] * (1 / 24.0f) - 0.5f * a.at[j][e]); };
-    auto sine = [&](int j, int e) { return scale * (scale * square.at[j][e] * (1 / 120.0f) - a.at[j][e] * (1 / 6.0f)); };
+    auto cosine = [&](int j, int e) { return square.at[j][e] * (1 / 24.0f) - 0.5f * turn.at[j][e]; };
+    auto sine = [&](int j, int e) { return square.at[j][e] * (1 / 120.0f) - turn.at[j][e] * (1 / 6.0f); };
     const Held v([&](int r, int c, int j, int e) { return both(j, e) ? -rate * ((r == c) + sine(j, e)) : 0; });
     const Held vt = times_transposed(v, tt);
     const Held y([&](int r, int c, int j, int e) {
@@ -663,23 +664,25 @@ __device__ Verdict middle(Matrices m, float rate, int flags, float max_angle, bo
     const float size = tau * tau * energy;
     const int doublings = size > 1 ? (int)ceilf(0.5f * log2f(size)) : 0;
     const float scale = tau * tau * exp2f(-2.0f * doublings);
-    product = times(m.A, m.A);
+    set(m.U, [&](int, int, int j) { return scale * a[j]; });  // of which the square is finite
+    wait_for_middle();
+    product = times(m.U, m.U);
     if (size <= SMALL_TURN) {
         // The usual case. Taylor polynomials of degree 2 suffice, and since cos^2 + sin^2 = 1, what P W + Q H lacks in
         // orthonormality is what W lacked: polar = 1 - (G - 1)/2, up to (G - 1) t.
         Four cosine, sine;
         for (int j = 0; j < 4; j++) {
-            cosine.value[j] = scale * (scale * product[j] * (1 / 24.0f) - 0.5f * a[j]);
-            sine.value[j] = scale * (scale * product[j] * (1 / 120.0f) - a[j] * (1 / 6.0f));
+            cosine.value[j] = product[j] * (1 / 24.0f) - 0.5f * scale * a[j];
+            sine.value[j] = product[j] * (1 / 120.0f) - scale * a[j] * (1 / 6.0f);
         }
         set(m.C, [&](int, int, int j) { return cosine[j]; });
         set(m.S, [&](int r, int c, int j) { return (r == c) + sine[j]; });
         set(m.V, [&](int r, int c, int j) { return both[j] ? -tau * ((r == c) + sine[j]) : 0; });
         set(m.X, [&](int r, int c, int j) { return cosine[j] - 0.5f * (g[j] - (here && r == c)); });
     } else {
-        set(m.Y, [&](int, int, int j) { return scale * scale * product[j]; });
+        set(m.Y, [&](int, int, int j) { return product[j]; });
         wait_for_middle();
-        large_turn(m, tau, scale, doublings);
+        large_turn(m, tau, doublings);
         const Four v = four(m.V);  // this thread's own
         set(m.V, [&](int, int, int j) { return both[j] ? v[j] : 0; });
     }
@@ -790,7 +793,7 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
     const int later = blockIdx.x / CLUSTER + resident / 2;
     if (later >= resident && later < gridDim.x / CLUSTER) {
         const Classes next = find(later);
-        const int last = min(rows, (heads.classes[next.head] - next.first) * k);
+        const int last = min(1 + PAIRS, heads.classes[next.head] - next.first) * k;
         for (int row = warp; row < last; row += WARPS)
             for (int column = 32 * lane; column < inside; column += 1024) {
                 const long long at = ((long long)next.first * k + row) * n + start + column;
