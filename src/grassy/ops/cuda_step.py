@@ -25,8 +25,7 @@ SOURCES = [Path(__file__).with_name(name) for name in ("hardware.cu", "step.cu")
 HEADS = 32
 #: Up to this K two classes are taken together, if they fit: tensor cores work on 8 rows at least.
 PAIRED_K = 4
-#: KiB of shared memory for the slice of a class or a pair that one thread block holds, by rows: what an H200 was fastest
-#: with.
+#: KiB of shared memory for the slice of a class or pair that a thread block holds, by rows: an H200 was fastest so.
 SLICE_KIB = {8: 32, 16: 64, 32: 128}
 #: KiB of shared memory that a thread block may have, by capability; those that are not listed, such as 8.6, have 99.
 SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
@@ -37,7 +36,7 @@ SHARE_OF_L2 = 0.5
 
 
 class Plan(NamedTuple):
-    """How classes are divided: a cluster of thread blocks takes `classes`, and each block `columns` of their columns."""
+    """How classes are divided: a cluster of blocks takes `classes`, and each block `columns` of their columns."""
 
     k: int
     rows: int  # of all classes together, rounded up
