@@ -94,9 +94,9 @@ class GrassmannHead(Head):
 
         Logits are no projections then, and such weights will not be loaded.
         """
-        weight = self.weight.detach()
-        if self.training and not mode and self.subspace_names and weight.ndim == 3 and not weight.is_meta:
-            error = float(geometry.orthonormality_error(weight[:LOOK_AT])) if weight.numel() else 0.0
+        whole = type(self.weight) is nn.Parameter and self.weight.ndim == 3  # not a shard of one, or a piece of a flat one
+        if self.training and not mode and self.subspace_names and whole and not self.weight.is_meta:
+            error = float(geometry.orthonormality_error(self.weight.detach()[:LOOK_AT]))
             if not error <= REFUSE_ABOVE:
                 warnings.warn(
                     f"the rows of a GrassmannHead's weight are orthonormal only to {error:.2g}: was it trained by an "
