@@ -94,7 +94,7 @@ class GrassmannHead(Head):
 
         Logits are no projections then, and such weights will not be loaded.
         """
-        whole = type(self.weight) is nn.Parameter and self.weight.ndim == 3  # not a shard of one, or a piece of a flat one
+        whole = type(self.weight) is nn.Parameter and self.weight.ndim == 3  # not a shard, or a view of a flat one
         if self.training and not mode and self.subspace_names and whole and not self.weight.is_meta:
             error = float(geometry.orthonormality_error(self.weight.detach()[:LOOK_AT]))
             if not error <= REFUSE_ABOVE:
