@@ -1,5 +1,5 @@
-// A GPU on a CPU, for tests: what hardware.cu and CUDA itself provide, for kernels as simple as step.cu. It is put in
-// front of step.cu in place of hardware.cu, and the whole is compiled as C++.
+// A GPU on a CPU, for tests: what CUDA and hardware.cuh provide, for kernels as simple as step.cu. It is included in place
+// of hardware.cuh, and the whole is compiled as C++.
 //
 // Every CUDA thread is a fiber. Which one goes on when several can is drawn from a seed: warps are ahead of each other or
 // behind as they are on a GPU, and what a barrier is missing for is found by some seed. Shared memory is NaN before it is

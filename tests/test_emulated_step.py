@@ -38,32 +38,20 @@ class EmulatedKernel:
     seed = 0
 
     def __init__(self, defines):
-        text = "\n".join([
-            Path(__file__).with_name("emulated_gpu.h").read_text(),
-            cuda_step.SOURCES[1].read_text().replace(
-                "__shared__ int verdict;", "int& verdict = blocks[current->block].verdict;"
-            ),
-            LAUNCH,
-        ])  # fmt: skip
-        # THREADS and WARPS are defined in the kernel, which comes later.
-        early = [f"-D{name}={value}" for name, value in defines.items()]
+        kernel = cuda_step.SOURCE.read_text()
+        for there, here in (
+            ('#include "hardware.cuh"', '#include "emulated_gpu.h"'),
+            ("__shared__ int verdict;", "int& verdict = blocks[current->block].verdict;"),
+        ):
+            assert kernel.count(there) == 1
+            kernel = kernel.replace(there, here)
+        options = [f"-D{name}={value}" for name, value in defines.items()]
+        options += [f"-I{folder}" for folder in (Path(__file__).parent, cuda_step.SOURCE.parent)]
         with tempfile.TemporaryDirectory() as folder:
             source, built = Path(folder, "step.cpp"), Path(folder, "step.so")
-            source.write_text(f"#define THREADS (32 * WARPS)\n{text}")
-            command = [
-                COMPILER,
-                "-O1",
-                "-std=c++17",
-                "-shared",
-                "-fPIC",
-                "-w",
-                "-Wl,-Bsymbolic",
-                *early,
-                str(source),
-                "-o",
-                str(built),
-            ]
-            subprocess.run(command, check=True)
+            source.write_text(kernel + LAUNCH)
+            flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-Wl,-Bsymbolic"]  # glibc has a `step`, too
+            subprocess.run([COMPILER, *flags, *options, str(source), "-o", str(built)], check=True)
             self.emulate = ctypes.CDLL(str(built)).emulate
         self.emulate.restype = ctypes.c_bool
 

@@ -8,6 +8,7 @@ back: the step can live in a CUDA graph.
 
 import ctypes
 import functools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +18,9 @@ from torch import Tensor
 
 from grassy.ops import reference
 
-__all__ = ["HEADS", "Plan", "geodesic_steps", "plan", "unavailable"]
+__all__ = ["HEADS", "Plan", "geodesic_steps", "plan", "source", "unavailable"]
 
-#: Compiled as one.
-SOURCES = [Path(__file__).with_name(name) for name in ("hardware.cu", "step.cu")]
+SOURCE = Path(__file__).with_name("step.cu")
 #: Heads that one launch takes.
 HEADS = 32
 #: Up to this K two classes are taken together, if they fit: tensor cores work on 8 rows at least.
@@ -220,10 +220,14 @@ def _bringing_ahead(kernel: Any, chosen: Plan, n: int, device: torch.device) -> 
 def _kernel(chosen: Plan, grad_is_bf16: bool, momentum_is_bf16: bool, device: torch.device) -> Any:
     from grassy.ops.nvrtc import compile_kernel
 
-    text = "\n".join(path.read_text() for path in SOURCES)
     with torch.cuda.device(device):
         capability = torch.cuda.get_device_capability(device)
-        return compile_kernel(text, "step", defines(chosen, grad_is_bf16, momentum_is_bf16), capability)
+        return compile_kernel(source(), "step", defines(chosen, grad_is_bf16, momentum_is_bf16), capability)
+
+
+def source() -> str:
+    """The text of the kernel, with what it includes: NVRTC is given no folder to look in."""
+    return re.sub(r'#include "(.+)"', lambda found: SOURCE.with_name(found[1]).read_text(), SOURCE.read_text())
 
 
 def defines(chosen: Plan, grad_is_bf16: bool, momentum_is_bf16: bool) -> dict[str, int]:

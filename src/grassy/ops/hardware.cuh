@@ -1,5 +1,5 @@
-// What the step asks of a GPU that C++ has no words for: tensor cores, clusters of thread blocks, barriers. It comes
-// before step.cu. The tests put a stand-in in its place that runs on a CPU.
+// What the step asks of a GPU that C++ has no words for: tensor cores, clusters of thread blocks, barriers. The tests put
+// a stand-in in its place that runs on a CPU.
 
 typedef unsigned int u32;
 
