@@ -136,8 +136,8 @@ __device__ void gram(const Columns& columns, int begin, int end, float (*total)[
     }
 }
 
-// The tiles of all warps of a team, added up in `buffers` as [buffer][tile][lane][4]. With 32 rows that is done for every 32
-// columns of a warp.
+// The tiles of all warps of a team, added up in `buffers` as [buffer][tile][lane][4]. With 32 rows that is done for every
+// 32 columns of a warp.
 __device__ void all_tiles(const Columns& columns, float* buffers) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, team = warp / TEAM, member = warp % TEAM;
     const int width = ROWS == 32 ? 32 * TEAM : columns.slice;

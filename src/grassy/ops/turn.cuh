@@ -197,9 +197,9 @@ __device__ Held times_transposed(const Held& x, const Held& y) {
     return Held([&](int, int, int j, int e) { return sums[j][2][e] + (sums[j][0][e] + sums[j][1][e]); });
 }
 
-// `middle` for a class (`paired` is 0), or two of `paired` rows each, that is finite, has something to turn it, turns but little and
-// is certainly not capped: what it asks of one class it asks of the sum over both. By one warp, which writes nothing if
-// that is not so.
+// `middle` for a class (`paired` is 0), or two of `paired` rows each, that is finite, has something to turn it, turns but
+// little and is certainly not capped: what it asks of one class it asks of the sum over both. By one warp, which writes
+// nothing if that is not so.
 __device__ Verdict usual(Matrices m, float rate, int flags, float max_angle, int paired) {
     const Held g = held(m.G), o = held(m.U), ot = held(m.V), n = held(m.C);
     const Held row_length([&](int r, int, int, int) { return m.G[r * ROWS + r]; });
