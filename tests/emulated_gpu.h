@@ -1,8 +1,8 @@
 // A GPU on a CPU, for tests: what CUDA and hardware.cuh provide, for kernels as simple as step.cu. It is included in place
 // of hardware.cuh, and the whole is compiled as C++.
 //
-// Every CUDA thread is a fiber. Which one goes on when several can is drawn from a seed: warps are ahead of each other or
-// behind as they are on a GPU, and what a barrier is missing for is found by some seed. Shared memory is NaN before it is
+// Every CUDA thread is a fiber. Which one goes on when several can is drawn from a seed: warps and blocks are ahead of each
+// other or behind as they are on a GPU, and where a barrier is missing some seed shows it. Shared memory is NaN before it is
 // written, and again when its block has ended. Clusters run one after the other.
 
 #include <ucontext.h>
@@ -72,6 +72,7 @@ struct Warp {
     Meeting meeting;
     float numbers[32][4];
     u32 operands[32][6];
+    unsigned place;  // in that order
 };
 
 struct Block {
@@ -211,6 +212,14 @@ static void run_fiber() {
     wait_to_be_called();  // for ever
 }
 
+// Who goes on: with even seeds anyone; with odd ones the first in an order of all warps, so that some blocks and warps are
+// far ahead of others.
+static std::vector<Fiber*>::iterator next(unsigned seed) {
+    if (seed % 2 == 0) return ready.begin() + random_numbers() % ready.size();
+    auto place = [](const Fiber* fiber) { return blocks[fiber->block].warps[fiber->thread / 32].place; };
+    return std::min_element(ready.begin(), ready.end(), [&](Fiber* a, Fiber* b) { return place(a) < place(b); });
+}
+
 // False if threads wait for others that never come.
 static bool launch(int number_of_blocks, int shared_bytes, unsigned seed, const std::function<void()>& kernel) {
     constexpr size_t STACK = 64 * 1024;
@@ -224,6 +233,8 @@ static bool launch(int number_of_blocks, int shared_bytes, unsigned seed, const 
             block.shared.resize((shared_bytes + 15) / 16);
             empty(block);
             block.warps.resize(WARPS);
+            const unsigned ahead = random_numbers() % 1000 * 1000;  // all of its warps, before or after those of others
+            for (Warp& warp : block.warps) warp.place = ahead + random_numbers() % 1000;
             block.running = THREADS;
         }
         ready.clear();
@@ -237,7 +248,7 @@ static bool launch(int number_of_blocks, int shared_bytes, unsigned seed, const 
             ready.push_back(&fiber);
         }
         while (!ready.empty()) {
-            std::swap(ready[random_numbers() % ready.size()], ready.back());
+            std::swap(*next(seed), ready.back());
             current = ready.back();
             ready.pop_back();
             swapcontext(&scheduler, &current->context);

@@ -55,7 +55,7 @@ def test_the_step_that_is_chosen_agrees(shape, transport):
 def test_the_kernel_in_cuda_takes_all_options(shape, lr):
     w, d, m = case(shape)
     assert ops.choose("cuda", w) == "cuda"
-    for options in ({"max_angle": 0.01}, {"max_angle": 0.5}, {"maximize": True}):
+    for options in ({"max_angle": 1e-3}, {"max_angle": 0.01}, {"max_angle": 0.5}, {"maximize": True}):
         distance, momentum, error = compare(w, d, m, "cuda", lr, **options)
         assert distance < 1.5e-6
         assert momentum < 3e-6

@@ -155,7 +155,7 @@ def test_the_order_in_which_threads_run_does_not_matter(shape, chosen, emulated,
     w, d, m = case(shape)
     for lr in (5e-4, 5.0):  # the usual way, and that with care
         first = step(w, d, m, lr)
-        for seed in range(1, 4):
+        for seed in range(1, 6):
             monkeypatch.setattr(EmulatedKernel, "seed", seed)
             again = step(w, d, m, lr)
             assert torch.equal(again[0], first[0])
@@ -168,7 +168,7 @@ def test_the_order_in_which_threads_run_does_not_matter(shape, chosen, emulated,
 def test_options(shape, chosen, options, emulated):
     emulated(chosen)
     w, d, m = case(shape)
-    for lr in (1e-3, 0.05):
+    for lr in (1e-3, 5e-3, 0.05):  # small turns, some of them beyond a small angle, and large ones
         agree(step(w, d, m, lr, **options), expected(w, d, m, lr, **options), 1.5e-6)
     agree(step(w, d, None, 0.05, **options), expected(w, d, None, 0.05, **options), 1.5e-6)
 

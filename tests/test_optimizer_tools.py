@@ -135,28 +135,15 @@ def test_lightning_trains_it_like_any_other_optimizer(tmp_path):
     module = Module()
     start = module.model[3].weight.detach().clone()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data(0)), batch_size=5)
-    trainer = lightning.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        gradient_clip_val=1.0,
-    )
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    options = {"accelerator": "cpu", "default_root_dir": tmp_path, **quiet}
+    trainer = lightning.Trainer(max_epochs=2, gradient_clip_val=1.0, **options)
     trainer.fit(module, loader)
     assert g.distance(module.model[3].weight.detach(), start).min() > 1e-3
     assert g.orthonormality_error(module.model[3].weight.detach()) < 1e-6
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     resumed = Module()
-    again = lightning.Trainer(
-        max_epochs=3,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    again = lightning.Trainer(max_epochs=3, **options)
     again.fit(resumed, loader, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
     assert again.optimizers[0].param_groups[-1]["lr"] == pytest.approx(0.1 * 0.5**3)
 

@@ -15,18 +15,15 @@ from grassy.training import features as feature_module
 from grassy.training.datasets import ArrayImages, open_images
 from grassy.training.feature_models import FeatureModel, open_model
 from grassy.training.features import extract
-from grassy.training.loop import train
 from grassy.transfer import datasets
-from training_cases import tiny_arrays, tiny_folders, tiny_recipe
+from training_cases import tiny_folders, tiny_run
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    train(tiny_recipe(epochs=1), tiny_arrays(folder / "data"), folder / "run", quiet=True)
-    return folder / "run"
+    return tiny_run(tmp_path_factory.mktemp("run"))
 
 
 def extraction(source, images, cache, **options):

@@ -17,16 +17,14 @@ from grassy.training.loader import Failure
 from grassy.training.loop import train
 from grassy.transfer import datasets, protocol, table
 from grassy.transfer.datasets import MissingData, open_set
-from training_cases import tiny_arrays, tiny_folders, tiny_recipe
+from training_cases import tiny_arrays, tiny_folders, tiny_recipe, tiny_run
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    train(tiny_recipe(epochs=1), tiny_arrays(folder / "data"), folder / "run", quiet=True)
-    return folder / "run"
+    return tiny_run(tmp_path_factory.mktemp("run"))
 
 
 # ------------------------------------------------------------------------------------------------ data sets

@@ -9,6 +9,7 @@ from PIL import Image
 
 from grassy.training import checkpoint
 from grassy.training.checkpoint import LAST
+from grassy.training.loop import train
 from grassy.training.recipe import Recipe
 
 #: A transformer of a few thousand weights: no batch statistics, so results do not depend on how a batch is split.
@@ -28,6 +29,12 @@ TINY = {
 
 def tiny_recipe(**changes):
     return Recipe(**TINY).changed({"head": {"name": "grassmann", "k": 2, "gamma": 8.0}, **changes})
+
+
+def tiny_run(folder):
+    """The folder of a run of one epoch."""
+    train(tiny_recipe(epochs=1), tiny_arrays(folder / "data"), folder / "run", quiet=True)
+    return folder / "run"
 
 
 def tiny_arrays(folder, images=40, classes=3, size=8, seed=0):

@@ -218,9 +218,8 @@ def main() -> None:
                 report(job, line, args, lines, hardware, begin)
                 failures = failures + 1 if "error" in line and not line["diverged"] else 0
     rest = list(remaining(args, lines))
-    left_over = f"{len(rest)} jobs remain, about {minutes(rest, lines, args, hardware):.0f} minutes"
-    late = left_over if rest else "all jobs are done"
-    print(f"{late}; results in {args.results}", flush=True)
+    left = f"{len(rest)} jobs remain, about {minutes(rest, lines, args, hardware):.0f} minutes"
+    print(f"{left if rest else 'all jobs are done'}; results in {args.results}", flush=True)
 
 
 def remaining(args: argparse.Namespace, lines: Lines) -> list[Job]:
@@ -230,8 +229,9 @@ def remaining(args: argparse.Namespace, lines: Lines) -> list[Job]:
 
 def expected(job: Job, lines: Lines, hardware: str | None, place: Place) -> float:
     """Seconds of a job, with those of the run that it begins with, if its weights are not there."""
-    known = job.start is None or _start_file(job.start, place).exists()
-    jobs = [job] if known or job.start is None else [job.start, job]
+    jobs = [job]
+    if job.start is not None and not _start_file(job.start, place).exists():
+        jobs.append(job.start)
     return sum(seconds(each, lines, hardware, place.at_once) for each in jobs)
 
 

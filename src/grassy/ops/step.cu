@@ -147,7 +147,8 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
             }
         }
     }
-    // While this cluster computes, memory would idle: what a later one will need is brought into the L2 cache.
+    // While this cluster computes, memory would idle: what a later one will need is brought into the L2 cache. The first
+    // `resident` of them load for themselves at once.
     const int later = blockIdx.x / CLUSTER + resident / 2;
     if (later >= resident && later < gridDim.x / CLUSTER) {
         const Classes next = find(later);
@@ -176,7 +177,7 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
         }
 #endif
         if (found == UNUSUAL && !both) {
-            __syncthreads();
+            __syncthreads();  // before the verdict is overwritten, all have read it
             if (threadIdx.x < MIDDLE) {
                 found = MOVE;
                 if (round == CORRECT) {
