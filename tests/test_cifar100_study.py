@@ -162,6 +162,12 @@ def test_a_failure_is_recorded_and_repeated_only_when_asked(data, tmp_path, monk
     assert [line["number"] for line in lines()[6:]] == [1, 2, 3]
 
 
+def test_no_runs_at_once_is_refused_in_one_line(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        call(monkeypatch, run, "--list", "--jobs", 0)
+    assert capsys.readouterr().err.splitlines()[-1].endswith("--jobs must be at least 1, got 0")
+
+
 def test_nothing_begins_that_would_not_end_in_time(data, tmp_path, monkeypatch, capsys):
     results = tmp_path / "results.jsonl"
     call(monkeypatch, run, "--data-dir", data, "--results", results, "--scratch", tmp_path, "--minutes", 0.2)

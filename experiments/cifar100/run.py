@@ -180,6 +180,8 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="the folders of the runs, in SCRATCH/runs")
     parser.add_argument("--list", action="store_true", help="print the plan and how long it will take, and stop")
     args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {args.jobs}")
     begin, lines = time.monotonic(), read(args.results)
     if args.list:
         return list_jobs(args, lines)
