@@ -89,7 +89,7 @@ static Fiber* current;
 static ucontext_t scheduler;
 static std::mt19937 random_numbers;
 static long cluster_phase;
-static int cluster_arrived, first_block, grid;
+static int cluster_arrived, first_block, grid, block_threads;
 static Meeting cluster_meeting;
 static std::function<void()> work;
 
@@ -116,7 +116,7 @@ static void meet(Meeting& meeting, size_t number, const std::function<void()>& l
 }
 
 static Warp& warp_of_this() { return blocks[current->block].warps[current->thread / 32]; }
-static void __syncthreads() { meet(blocks[current->block].all, THREADS); }
+static void __syncthreads() { meet(blocks[current->block].all, block_threads); }
 static void __syncwarp() { meet(warp_of_this().meeting, 32); }
 template <int NUMBER>
 static void wait_for_first() { meet(blocks[current->block].some, NUMBER); }
@@ -181,7 +181,7 @@ static u32 rank_in_cluster() { return CLUSTER > 1 ? current->block : 0; }
 static void arrive_at_cluster() {
     if (CLUSTER == 1) return;
     current->phase = cluster_phase;
-    if (++cluster_arrived == CLUSTER * THREADS) {
+    if (++cluster_arrived == CLUSTER * block_threads) {
         cluster_arrived = 0, cluster_phase++;
         call(cluster_meeting);
     }
@@ -221,26 +221,27 @@ static std::vector<Fiber*>::iterator next(unsigned seed) {
 }
 
 // False if threads wait for others that never come.
-static bool launch(int number_of_blocks, int shared_bytes, unsigned seed, const std::function<void()>& kernel) {
+static bool launch(int number_of_blocks, int threads, int shared_bytes, unsigned seed,
+                   const std::function<void()>& kernel) {
     constexpr size_t STACK = 64 * 1024;
     random_numbers.seed(seed);
-    grid = number_of_blocks, work = kernel;
+    grid = number_of_blocks, block_threads = threads, work = kernel;
     for (first_block = 0; first_block < grid; first_block += CLUSTER) {
-        std::vector<Fiber> fibers(CLUSTER * THREADS);
+        std::vector<Fiber> fibers(CLUSTER * threads);
         blocks = std::vector<Block>(CLUSTER);
         cluster_phase = 0, cluster_arrived = 0, cluster_meeting = {};
         for (Block& block : blocks) {
             block.shared.resize((shared_bytes + 15) / 16);
             empty(block);
-            block.warps.resize(WARPS);
+            block.warps.resize(threads / 32);
             const unsigned ahead = random_numbers() % 1000 * 1000;  // all of its warps, before or after those of others
             for (Warp& warp : block.warps) warp.place = ahead + random_numbers() % 1000;
-            block.running = THREADS;
+            block.running = threads;
         }
         ready.clear();
         for (size_t i = 0; i < fibers.size(); i++) {
             Fiber& fiber = fibers[i];
-            fiber.block = i / THREADS, fiber.thread = i % THREADS;
+            fiber.block = i / threads, fiber.thread = i % threads;
             fiber.stack = std::make_unique<char[]>(STACK);
             getcontext(&fiber.context);
             fiber.context.uc_stack.ss_sp = fiber.stack.get(), fiber.context.uc_stack.ss_size = STACK;

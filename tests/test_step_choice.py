@@ -127,7 +127,7 @@ def compiler(monkeypatch, tmp_path):
         runs = 0
 
         def compile(self):
-            return nvrtc.compile_kernel("source", "step", {"ROWS": 8}, HOPPER)
+            return nvrtc.compile_kernels("source", ["step"], {"ROWS": 8}, HOPPER)[0]
 
     found = Compiler()
 

@@ -76,21 +76,29 @@ struct Columns {
 
 // ---- Gram matrices ----
 
-// Tiles of 16 x 8: first [W; B] W', row by row of tiles, then the lower half of [W; B] B', which is B B'.
-constexpr int FIRST = GROUPS * GROUPS, LOWER = GROUPS / 2;
+// Tiles of 16 x 8 of [W; B] [W; B]', m counting rows of tiles and c columns. W B' is not needed; with 32 rows, neither
+// is what lies below the diagonal of W W' and B B'. The first half of the tiles needs fewer rows than the second.
+struct Tile { int m, c; };
+
+__device__ constexpr Tile tile_of(int number) {
+    if (ROWS == 8) return {0, number};
+    if (ROWS == 16) return number < 4 ? Tile{number / 2, number % 2} : Tile{1, number - 2};
+    return number < 4    ? Tile{0, number}
+           : number < 6  ? Tile{1, number - 2}
+           : number < 10 ? Tile{2, number - 6}
+           : number < 14 ? Tile{3, number - 10}
+           : number < 18 ? Tile{2, number - 10}
+                         : Tile{3, number - 12};
+}
 
 template <int PART, int FROM, int TO>
 __device__ void add_products(bool fresh, float (*sums)[4], const Split* first, const Split* second) {
 #pragma unroll
-    for (int m = 0; m < GROUPS; m++) {
-        // Rows 8 m and 8 m + 8 of [W; B]; with 8 rows, W and B themselves.
-        const Split a0 = first[2 * m], a1 = first[2 * m + 1], a2 = second[2 * m], a3 = second[2 * m + 1];
-#pragma unroll
-        for (int c = 0; c < 2 * GROUPS; c++) {
-            if (c >= GROUPS && m < LOWER) continue;
-            const int tile = c < GROUPS ? m * GROUPS + c : FIRST + (m - LOWER) * GROUPS + c - GROUPS;
-            if (tile >= FROM && tile < TO) mma_part<PART>(fresh, sums[tile - FROM], a0, a1, a2, a3, first[c], second[c]);
-        }
+    for (int number = FROM; number < TO; number++) {
+        // Rows 16 m and 16 m + 8 of [W; B]; with 8 rows, W and B themselves.
+        const int m = tile_of(number).m, c = tile_of(number).c;
+        mma_part<PART>(fresh, sums[number - FROM], first[2 * m], first[2 * m + 1], second[2 * m], second[2 * m + 1],
+                       first[c], second[c]);
     }
 }
 
@@ -202,6 +210,33 @@ __device__ void over_cluster(float4* mine, u32 rank, float4 (&x)[EACH]) {
 #endif
 }
 
+// Where the entry of a k x k matrix is. With 32 rows groups of four are moved such that no two lanes meet in a bank.
+__device__ int at(int row, int column) { return row * ROWS + (ROWS == 32 ? column ^ row % 8 * 4 : column); }
+
+// Number `i` of all sums, four entries of G, O, O' or N, to where they belong. Of a pair the first class has `k` rows.
+__device__ void spread(int i, float4 sum, int k, float* G, float* O, float* Ot, float* N) {
+    const int lane = i % 32;
+    const Tile tile = tile_of(i / 32);
+    const bool of_w = tile.c < GROUPS;
+    const float values[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+    for (int part = 0; part < 4; part++) {
+        const int row = 16 * tile.m + lane / 4 + (part & 2) * 4 - ROWS;  // of B; negative for rows of W
+        const int column = 8 * (tile.c % GROUPS) + lane % 4 * 2 + (part & 1);
+        // Two classes have nothing to do with each other.
+        const float value = PAIRS && ((row & (ROWS - 1)) < k) != (column < k) ? 0 : values[part];
+        if (of_w && row < 0) G[at(row + ROWS, column)] = value;
+        if (of_w && row >= 0) O[at(row, column)] = value, Ot[at(column, row)] = value;
+        if (!of_w && row >= 0) N[at(row, column)] = value;
+        if (ROWS == 32 && tile.m == 0 && tile.c >= 2) G[at(column, row + ROWS)] = value;
+        if (ROWS == 32 && tile.m == 2 && tile.c >= 6) N[at(column, row)] = value;
+    }
+}
+
+// Whether what a block sends around is where T, A and S will be, so that three such blocks fit on a multiprocessor.
+constexpr bool SENT_FROM_MATRICES = ROWS == 16;
+static_assert(!SENT_FROM_MATRICES || TILES * 128 <= 3 * MATRIX, "T, A and S are too small");
+
 // G, O, O' and N of the whole class, or of both of a pair, the first of which has `k` rows.
 __device__ void all_grams(const Columns& columns, int k, float* buffers, float4* mine, u32 rank, float* G, float* O,
                           float* Ot, float* N) {
@@ -215,26 +250,17 @@ __device__ void all_grams(const Columns& columns, int k, float* buffers, float4*
 #pragma unroll
         for (int buffer = 1; buffer < BUFFERS; buffer++)
             x[j] = x[j] + ((const float4*)buffers)[buffer * TILES * 32 + i];
-        if (CLUSTER > 1) mine[i] = x[j];
     }
-    if (CLUSTER > 1) over_cluster(mine, rank, x);
-    else __syncthreads();  // before anybody overwrites the buffers
+    if (CLUSTER == 1 || SENT_FROM_MATRICES) __syncthreads();  // before anybody overwrites the buffers
+    if (CLUSTER > 1) {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) mine[min((int)threadIdx.x + j * THREADS, TILES * 32 - 1)] = x[j];
+        over_cluster(mine, rank, x);
+    }
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
-        const int i = threadIdx.x + j * THREADS, lane = i % 32, all = i / 32;
-        if (all >= TILES) break;
-        const int tile = all < FIRST ? all : all - FIRST + LOWER * GROUPS;
-        const float values[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
-#pragma unroll
-        for (int part = 0; part < 4; part++) {
-            const int row = 16 * (tile / GROUPS) + lane / 4 + (part & 2) * 4 - ROWS;  // of B; negative for rows of W
-            const int column = 8 * (tile % GROUPS) + lane % 4 * 2 + (part & 1);
-            // Two classes have nothing to do with each other.
-            const float value = PAIRS && ((row & (ROWS - 1)) < k) != (column < k) ? 0 : values[part];
-            if (all < FIRST && row < 0) G[(row + ROWS) * ROWS + column] = value;
-            if (all < FIRST && row >= 0) O[row * ROWS + column] = value, Ot[column * ROWS + row] = value;
-            if (all >= FIRST && row >= 0) N[row * ROWS + column] = value;
-        }
+        const int i = threadIdx.x + j * THREADS;
+        if (i < TILES * 32) spread(i, x[j], k, G, O, Ot, N);
     }
     __syncthreads();
     if (READ_LATE) arrive_at_cluster();  // now that what was read has been used, and so is here
@@ -242,62 +268,75 @@ __device__ void all_grams(const Columns& columns, int k, float* buffers, float4*
 
 // ---- new rows ----
 
+// How many of the GROUPS tiles of 16 rows of [W'; M'] a warp makes of its columns. If that is all of them, columns are
+// split once; 32 rows have too many factors for the registers of one warp.
+constexpr int MADE = ROWS == 32 ? 1 : GROUPS;
+
 // [W'; M'] = [W; B] + [SS SB; MS MB] [W; B], to memory.
 //
 // MB is 0, but for marks of absent rows, if momentum is not transported in parallel.
 __device__ void move(const Columns& columns, const float* SS, const float* SB, const float* MS, const float* MB,
                      float* new_w, Momentum* new_m, int n, int start, bool vectors, bool parallel) {
-    constexpr int STEPS = 2 * ROWS / 8;
+    constexpr int STEPS = 2 * ROWS / 8, SHARING = GROUPS / MADE;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const int tile = warp % GROUPS, first_chunk = warp / GROUPS;  // some warps make some of the rows
-    const int upper = 16 * tile + g, lower = upper + 8;
-    if (!new_w && 16 * tile + 15 < ROWS) return;
-    if (!new_m && 16 * tile >= ROWS) return;
-    Split factor[STEPS][4];
+    const int first_tile = warp % SHARING;
+    if (ROWS == 32 && (16 * first_tile < ROWS ? !new_w : !new_m)) return;
+    Split factor[MADE][STEPS][4];
 #pragma unroll
-    for (int step = 0; step < STEPS; step++)
+    for (int made = 0; made < MADE; made++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int row = i & 1 ? lower : upper, column = 8 * step + t + (i & 2) * 2;
-            const float* part = row < ROWS ? (8 * step < ROWS ? SS : SB) : (8 * step < ROWS ? MS : MB);
-            factor[step][i] = split(part[row % ROWS * ROWS + column % ROWS]);
-        }
-    const int steps = ROWS > 8 && 16 * tile >= ROWS && !parallel ? STEPS / 2 : STEPS;
-    for (int column = 32 * first_chunk; column < columns.slice; column += 32 * (WARPS / GROUPS)) {
+        for (int step = 0; step < STEPS; step++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int row = 16 * (first_tile + made) + g + (i & 1) * 8, column = 8 * step + t + (i & 2) * 2;
+                const float* part = row < ROWS ? (8 * step < ROWS ? SS : SB) : (8 * step < ROWS ? MS : MB);
+                factor[made][step][i] = split(part[at(row % ROWS, column % ROWS)]);
+            }
+    for (int column = 32 * (warp / SHARING); column < columns.slice; column += 32 * (WARPS / SHARING)) {
         // Such that what a lane gets are twice four neighbours, 4 t and 16 + 4 t, and a row's lanes fill sectors.
         const int from = (g & 1) * 16 + (g & 6) * 2;
-        float sum[4][4];
+        float sum[MADE][4][4];
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            if (ROWS > 8 && step >= steps) break;
             const bool of_w = 8 * step < ROWS;
+            if (ROWS == 32 && 16 * first_tile >= ROWS && !of_w && !parallel) break;
             const float4 v = *(const float4*)(columns.row(of_w, 8 * step % ROWS + t, column) + from);
             const float4 u = *(const float4*)(columns.row(of_w, 8 * step % ROWS + t + 4, column) + from);
             const Split first[4] = {split(v.x), split(v.y), split(v.z), split(v.w)};
             const Split second[4] = {split(u.x), split(u.y), split(u.z), split(u.w)};
-            const Split* f = factor[step];
 #pragma unroll
-            for (int j = 0; j < 4; j++) mma_part<0>(step == 0, sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
+            for (int made = 0; made < MADE; made++) {
+                if (ROWS == 16 && made == 1 && !of_w && !parallel) continue;
+                const Split* f = factor[made][step];
 #pragma unroll
-            for (int j = 0; j < 4; j++) mma_part<1>(false, sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
+                for (int j = 0; j < 4; j++)
+                    mma_part<0>(step == 0, sum[made][j], f[0], f[1], f[2], f[3], first[j], second[j]);
 #pragma unroll
-            for (int j = 0; j < 4; j++) mma_part<2>(false, sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
+                for (int j = 0; j < 4; j++)
+                    mma_part<1>(false, sum[made][j], f[0], f[1], f[2], f[3], first[j], second[j]);
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    mma_part<2>(false, sum[made][j], f[0], f[1], f[2], f[3], first[j], second[j]);
+            }
         }
 #pragma unroll
-        for (int part = 0; part < 4; part++) {  // of the two rows the first four columns, and the next four
-            const int row = part & 2 ? lower : upper, r = row % ROWS, offset = 4 * t + (part & 1) * 16;
-            const bool is_w = row < ROWS;
-            float4 v = *(const float4*)(columns.row(is_w, r, column) + offset);
-            v.x += sum[0][part], v.y += sum[1][part], v.z += sum[2][part], v.w += sum[3][part];
-            if (!is_w && MB[r * ROWS + r] == 1) v = make_float4(0, 0, 0, 0);  // absent, and to stay so exactly
-            const int at_column = start + column + offset, inside = r < columns.k ? min(n - at_column, 4) : 0;
-            const long long at = (long long)r * n + at_column;
-            if (is_w && new_w) put_some(new_w + at, v, inside, vectors);
-            if (!is_w && new_m) put_some(new_m + at, v, inside, vectors);
-        }
+        for (int made = 0; made < MADE; made++)
+#pragma unroll
+            for (int part = 0; part < 4; part++) {  // of the two rows the first four columns, and the next four
+                const int row = 16 * (first_tile + made) + g + (part & 2) * 4, r = row % ROWS;
+                const int offset = 4 * t + (part & 1) * 16;
+                const bool is_w = row < ROWS;
+                float4 v = *(const float4*)(columns.row(is_w, r, column) + offset);
+                v.x += sum[made][0][part], v.y += sum[made][1][part], v.z += sum[made][2][part],
+                    v.w += sum[made][3][part];
+                if (!is_w && MB[at(r, r)] == 1) v = make_float4(0, 0, 0, 0);  // absent, and to stay so exactly
+                const int at_column = start + column + offset, inside = r < columns.k ? min(n - at_column, 4) : 0;
+                const long long at = (long long)r * n + at_column;
+                if (is_w && new_w) put_some(new_w + at, v, inside, vectors);
+                if (!is_w && new_m) put_some(new_m + at, v, inside, vectors);
+            }
     }
 }
-
 // x += L W + R B in shared memory, for x either W or B: a thread a column, in full float32. For the rare, careful path.
 __device__ __noinline__ void move_here(float* x, Columns columns, const float* L, const float* R) {
     for (int column = threadIdx.x; column < columns.slice; column += THREADS) {
@@ -305,7 +344,7 @@ __device__ __noinline__ void move_here(float* x, Columns columns, const float* L
         for (int l = 0; l < columns.k; l++) {
             const float left = *(columns.row(true, l, column)), right = *(columns.row(false, l, column));
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) sum[r] = fmaf(R[r * ROWS + l], right, fmaf(L[r * ROWS + l], left, sum[r]));
+            for (int r = 0; r < ROWS; r++) sum[r] = fmaf(R[at(r, l)], right, fmaf(L[at(r, l)], left, sum[r]));
         }
 #pragma unroll
         for (int r = 0; r < ROWS; r++)

@@ -1,4 +1,5 @@
-"""The step on an NVIDIA GPU in CUDA C++ (step.cu): one launch, each number read and written once.
+"""The step on an NVIDIA GPU in CUDA C++ (step.cu): one launch, each number read and written once. Large classes have
+three more launches before it (cuda_stream.py).
 
 Optional: it is compiled at first use by the NVRTC library that comes with torch. It takes float32 weights with k up to
 32, as far as a class fits into shared memory; gradients and momentum may be bfloat16. What it does not take goes to the
@@ -16,11 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grassy.ops import reference
+from grassy.ops import cuda_stream, reference
 
 __all__ = ["HEADS", "Plan", "geodesic_steps", "plan", "source", "unavailable"]
 
 SOURCE = Path(__file__).with_name("step.cu")
+STREAM_SOURCE = SOURCE.with_name("stream.cu")
 #: Heads that one launch takes.
 HEADS = 32
 #: Up to this K two classes are taken together, if they fit: tensor cores work on 8 rows at least.
@@ -33,6 +35,10 @@ SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227,
 STATIC_BYTES = 16
 #: Of the L2 cache so much may be filled with what later clusters will take: more would be gone before they come.
 SHARE_OF_L2 = 0.5
+#: More clusters than there are: none of them brings anything ahead.
+NOTHING_AHEAD = 2**31 - 1
+#: Of the flags in launch.cuh, the one that is set here: classes on which there is another verdict are left alone.
+UNUSUAL_ONLY = 256
 
 
 class Plan(NamedTuple):
@@ -48,12 +54,16 @@ class Plan(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        groups, matrix = self.rows // 8, self.rows**2
-        sums = 128 * (groups**2 + (groups + 1) // 2 * groups)  # TILES of 128 numbers
+        matrix = self.rows**2
+        sums = 128 * {8: 2, 16: 6, 32: 20}[self.rows]  # TILES of 128 numbers
         buffers = {8: self.warps, 16: self.warps // 2, 32: 2}[self.rows]
-        exchanged = 0 if self.cluster == 1 else sums * (2 if self.rows == 32 else 1)
+        exchanged = 0 if self.cluster == 1 else sums * {8: 1, 16: 0, 32: 2}[self.rows]
         columns = 2 * self.classes * self.k * (self.columns + 4) + 32
         return 4 * (columns + exchanged + matrix + max(8 * matrix, buffers * sums))
+
+
+#: What stream.cu is compiled for.
+STREAMED = Plan(32, 32, 1, 32, 8, 1)
 
 
 def plan(k: int, n: int, capability: tuple[int, int]) -> Plan | None:
@@ -73,13 +83,14 @@ def _plan(k: int, n: int, classes: int, capability: tuple[int, int]) -> Plan | N
         slice_kib = 8 * classes * k * columns / 1024
         if slice_kib <= SLICE_KIB[rows]:
             break
-    warps = {8: 4 if slice_kib <= 48 else 8, 16: 8, 32: 8 if slice_kib <= 64 else 16}[rows]
+    warps = {8: 4 if slice_kib <= 48 else 8, 16: 4 if slice_kib <= 64 else 8, 32: 8 if slice_kib <= 64 else 16}[rows]
     shared = Plan(k, rows, cluster, columns, warps, 1, classes).shared_bytes
     if shared > largest:
         return None
     # More warps hide more, but each has fewer registers then. With 16 on a multiprocessor 1,000 classes that need no
     # cluster are two rounds, and 500 pairs in clusters of four are four.
-    by_registers = (20 if rows == 8 and classes == 1 and cluster > 1 else 16) // warps
+    registers_for = {8: 20 if classes == 1 and cluster > 1 else 16, 16: 12 if warps == 4 else 16, 32: 16}[rows]
+    by_registers = registers_for // warps
     by_memory = (largest + 1024) // (shared + 1024)
     return Plan(k, rows, cluster, columns, warps, max(1, min(by_registers, by_memory)), classes)
 
@@ -105,6 +116,8 @@ def _failure(chosen: Plan, device: torch.device) -> str | None:
     """Why the kernel could not be compiled or loaded. Found out once, as it may take seconds: steps ask every time."""
     try:
         kernel = _kernel(chosen, False, False, device)
+        if _streamed(chosen):
+            _stream_kernels(False, False, device)
         with torch.cuda.device(device):
             if not _resident(kernel, chosen):
                 return f"{chosen.cluster} of its thread blocks together do not fit on this GPU"
@@ -161,7 +174,7 @@ def geodesic_steps(
     max_angle = options["max_angle"]
     lr, momentum, skip = (_as_float32(value, weight.device) for value in (lr, momentum, skip))
     tensors = [*weights, *grads, *buffers]
-    facts = (  # in the order of the flags in step.cu
+    facts = (  # in the order of the flags in launch.cuh
         bool(buffers),
         options["transport"] == "parallel",
         max_angle is not None,
@@ -181,14 +194,17 @@ def geodesic_steps(
         heads.classes[i], heads.end[i] = len(each), clusters
         heads.momentum[i], heads.counts[i] = buffers[i].data_ptr() if buffers else None, counts[i].data_ptr()
     with torch.cuda.device(weight.device):
-        kernel = _kernel(chosen, *(dtype == torch.bfloat16 for dtype in dtypes), weight.device)
-        arguments = [
-            heads,
-            *(value if isinstance(value, Tensor) else weight for value in (lr, momentum, skip)),
-            *(0.0 if isinstance(value, Tensor) else float(value) for value in (lr, momentum)),
-            0.0 if max_angle is None else float(max_angle),
-            *(k, n, chosen.columns, _bringing_ahead(kernel, chosen, n, weight.device), flags),
-        ]
+        types = [dtype == torch.bfloat16 for dtype in dtypes]
+        kernel = _kernel(chosen, *types, weight.device)
+        pointers = [value if isinstance(value, Tensor) else weight for value in (lr, momentum, skip)]
+        values = [0.0 if isinstance(value, Tensor) else float(value) for value in (lr, momentum)]
+        values.append(0.0 if max_angle is None else float(max_angle))
+        verdicts, ahead = weight, _bringing_ahead(kernel, chosen, n, weight.device)
+        if _streamed(chosen) and options["transport"] != "parallel":
+            kernels = _stream_kernels(*types, weight.device)
+            verdicts = cuda_stream.usual_steps(kernels, heads, clusters, weight, pointers, values, k, n, flags)
+            flags, ahead = flags | UNUSUAL_ONLY, NOTHING_AHEAD
+        arguments = [heads, *pointers, verdicts, *values, k, n, chosen.columns, ahead, flags]
         kernel.launch(clusters * chosen.cluster, 32 * chosen.warps, chosen.shared_bytes, arguments)
     # As torch does itself, so that autograd notices.
     torch.autograd.graph.increment_version([*weights, *buffers])
@@ -207,27 +223,43 @@ def _resident(kernel: Any, chosen: Plan) -> int:
 
 @functools.cache
 def _bringing_ahead(kernel: Any, chosen: Plan, n: int, device: torch.device) -> int:
-    """The clusters that are resident, of which the kernel brings what half of them take ahead; or more than there are,
-    so that it brings nothing, if that were too much for the cache.
+    """The clusters that are resident, of which the kernel brings what half of them take ahead; or NOTHING_AHEAD, if
+    that were too much for the cache.
     """
     resident = _resident(kernel, chosen)
     ahead = resident / 2 * chosen.classes * chosen.k * n * 12  # bytes: weight, gradient and momentum
     fits = ahead <= SHARE_OF_L2 * torch.cuda.get_device_properties(device).L2_cache_size
-    return resident if fits else 2**31 - 1
+    return resident if fits else NOTHING_AHEAD
 
 
 @functools.cache
 def _kernel(chosen: Plan, grad_is_bf16: bool, momentum_is_bf16: bool, device: torch.device) -> Any:
-    from grassy.ops.nvrtc import compile_kernel
+    from grassy.ops.nvrtc import compile_kernels
 
     with torch.cuda.device(device):
         capability = torch.cuda.get_device_capability(device)
-        return compile_kernel(source(), "step", defines(chosen, grad_is_bf16, momentum_is_bf16), capability)
+        macros = defines(chosen, grad_is_bf16, momentum_is_bf16)
+        return compile_kernels(source(), ["step"], macros, capability)[0]
 
 
-def source() -> str:
-    """The text of the kernel, with what it includes: NVRTC is given no folder to look in."""
-    return re.sub(r'#include "(.+)"', lambda found: SOURCE.with_name(found[1]).read_text(), SOURCE.read_text())
+def _streamed(chosen: Plan) -> bool:
+    """Whether stream.cu comes first: one such class fills the multiprocessors it is on, which then often wait."""
+    return chosen.rows == 32 and chosen.cluster > 1
+
+
+@functools.cache
+def _stream_kernels(grad_is_bf16: bool, momentum_is_bf16: bool, device: torch.device) -> Any:
+    from grassy.ops.nvrtc import compile_kernels
+
+    with torch.cuda.device(device):
+        capability = torch.cuda.get_device_capability(device)
+        macros = defines(STREAMED, grad_is_bf16, momentum_is_bf16)
+        return compile_kernels(source(STREAM_SOURCE), cuda_stream.KERNELS, macros, capability)
+
+
+def source(file: Path = SOURCE) -> str:
+    """The text of a kernel, with what it includes: NVRTC is given no folder to look in."""
+    return re.sub(r'#include "(.+)"', lambda found: file.with_name(found[1]).read_text(), file.read_text())
 
 
 def defines(chosen: Plan, grad_is_bf16: bool, momentum_is_bf16: bool) -> dict[str, int]:

@@ -90,17 +90,20 @@ def _as_c(argument: Any) -> Any:
     return ctypes.c_int(argument) if isinstance(argument, int) else ctypes.c_double(argument)
 
 
-def compile_kernel(source: str, name: str, defines: dict[str, int], capability: tuple[int, int]) -> Kernel:
-    """The kernel `name` of a CUDA C++ source, for the current device; RuntimeError with the compiler's words."""
+def compile_kernels(
+    source: str, names: Sequence[str], defines: dict[str, int], capability: tuple[int, int]
+) -> list[Kernel]:
+    """The kernels `names` of a CUDA C++ source, for the current device; RuntimeError with the compiler's words."""
     library = _nvrtc()
     options = [f"-D{key}={value}" for key, value in sorted(defines.items())]
     options += [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
     version = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(version[0]), ctypes.byref(version[1]))
     text = "\n".join([source, *options, f"{version[0].value}.{version[1].value}"])
-    file = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.cubin"
+    file = f"{names[0]}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.cubin"
     with contextlib.suppress(OSError, RuntimeError):  # none yet, or one that cannot be read or loaded
-        return Kernel((_folder() / file).read_bytes(), name)
+        binary = (_folder() / file).read_bytes()
+        return [Kernel(binary, name) for name in names]
     binary = _compiled(library, source, options)
     with contextlib.suppress(OSError, RuntimeError):  # a folder that cannot be written to costs only time
         folder, place = _folder(), _folder() / file
@@ -108,7 +111,7 @@ def compile_kernel(source: str, name: str, defines: dict[str, int], capability: 
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             (Path(temporary) / "kernel").write_bytes(binary)
             (Path(temporary) / "kernel").replace(place)  # whole or not at all, also if two processes do this at once
-    return Kernel(binary, name)
+    return [Kernel(binary, name) for name in names]
 
 
 def _folder() -> Path:

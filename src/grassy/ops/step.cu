@@ -25,48 +25,10 @@
 // -DBLOCKS= how many of these thread blocks a multiprocessor is to hold, -DHEADS= how many heads a launch may have,
 // -DGRAD_BF16=0|1, -DMOMENTUM_BF16=0|1.
 
-#define THREADS (32 * WARPS)
-#define GROUPS (ROWS / 8)
-#define MATRIX (ROWS * ROWS)
-#define PAD 4                           // columns between rows, so that no two lanes meet in a bank
-#define TILES (GROUPS * GROUPS + (GROUPS + 1) / 2 * GROUPS)  // 16 x 8 pieces of the Gram matrices
-#define TEAMS (ROWS == 32 ? 2 : 1)      // warps share the tiles, of which there are too many for the registers of one
-#define TEAM (WARPS / TEAMS)            // warps that add up the same tiles
-#define BUFFERS (ROWS == 8 ? WARPS : ROWS == 16 ? WARPS / 2 : 2)  // places in which the warps of a team do so at once
-#define CHAINS (ROWS == 8 ? 3 : 1)       // sums that do not wait for each other; more rows have enough tiles for that
-#define MIDDLE (ROWS == 8 ? 32 : MATRIX / 4)  // threads for the k x k matrices, four entries each
-static_assert(MIDDLE <= THREADS && TEAM % BUFFERS == 0 && WARPS % GROUPS == 0, "more warps are needed");
-#define BATCH 4                         // loads of a thread that are under way at once, of each of W, D and M
-#define LARGEST_TURN 64.0f  // 2**MAX_DOUBLINGS of the reference
-#define SMALL_TURN 0.01f    // of squared angles, in all
-
-enum Flags { HAS_MOMENTUM = 1, PARALLEL = 2, CAPPED = 4, MAXIMIZE = 8, LR_ON_DEVICE = 16, MOMENTUM_ON_DEVICE = 32,
-             VECTORS = 64, CAN_SKIP = 128 };
-
-#if GRAD_BF16
-typedef unsigned short Grad;
-#else
-typedef float Grad;
-#endif
-#if MOMENTUM_BF16
-typedef unsigned short Momentum;
-#else
-typedef float Momentum;
-#endif
-
 #include "hardware.cuh"
+#include "launch.cuh"
 #include "columns.cuh"
 #include "turn.cuh"
-
-// The heads of a launch, in its arguments; all have the same k and n.
-struct Heads {
-    float* weight[HEADS];
-    const Grad* grad[HEADS];
-    Momentum* momentum[HEADS];
-    unsigned long long* counts[HEADS];  // of classes that were skipped, and capped
-    int classes[HEADS];
-    int end[HEADS];                     // of the clusters that work on this head and those before it
-};
 
 extern "C" __global__ void
 #if CLUSTER > 1
@@ -74,9 +36,11 @@ __cluster_dims__(CLUSTER, 1, 1)
 #endif
 __launch_bounds__(THREADS, BLOCKS)
 step(const __grid_constant__ Heads heads, const float* lr_on_device, const float* momentum_on_device, const float* skip,
-     double lr_value, double momentum_value, double max_angle, int k, int n, int slice, int resident, int flags) {
+     const int* verdicts, double lr_value, double momentum_value, double max_angle, int k, int n, int slice, int resident,
+     int flags) {
     __shared__ int verdict;
     if ((flags & CAN_SKIP) && *skip != 0) return;
+    if ((flags & UNUSUAL_ONLY) && verdicts[blockIdx.x / CLUSTER] != UNUSUAL) return;  // stream.cu did it
     const float rate = flags & LR_ON_DEVICE ? *lr_on_device : (float)lr_value;
     const float mu = flags & MOMENTUM_ON_DEVICE ? *momentum_on_device : (float)momentum_value;
     const bool has_momentum = flags & HAS_MOMENTUM, vectors = flags & VECTORS;
@@ -86,13 +50,7 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
     const int start = rank * slice, inside = min(slice, n - start);
 
     // A cluster takes a class, or two neighbours, of one of the heads.
-    struct Classes { int head, first; };
-    auto find = [&](int number) {
-        int head = 0;
-        while (number >= heads.end[head]) head++;
-        return Classes{head, (number - (head ? heads.end[head - 1] : 0)) * (1 + PAIRS)};
-    };
-    const Classes taken = find(blockIdx.x / CLUSTER);
+    const Taken taken = taken_by(heads, blockIdx.x / CLUSTER);
     const bool pair = PAIRS && taken.first + 1 < heads.classes[taken.head];
     unsigned long long* counts = heads.counts[taken.head];
     const long long first = (long long)taken.first * k * n;
@@ -104,11 +62,12 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
     Columns columns = {rows, 0, rows, slice, stride};
     float* rest = (float*)shared4 + 2 * (1 + PAIRS) * k * stride + 32;
     float4* mine = (float4*)rest;
-    if (CLUSTER > 1) rest += (ROWS == 32 ? 2 : 1) * TILES * 128;
+    if (CLUSTER > 1 && !SENT_FROM_MATRICES) rest += (ROWS == 32 ? 2 : 1) * TILES * 128;
     auto matrix = [&](int i) { return rest + i * MATRIX; };
-    const Matrices m = {matrix(0), matrix(1), matrix(2), matrix(3), matrix(4),
-                        matrix(5), matrix(6), matrix(7), matrix(8)};
-    float* sums = m.T;  // before there is anything from T to S
+    const Matrices m = {matrix(0), matrix(1), matrix(2), matrix(4), matrix(5),
+                        matrix(6), matrix(7), matrix(8), matrix(3)};
+    float* sums = m.T;  // before there is anything in T and those after it
+    if (SENT_FROM_MATRICES) mine = (float4*)m.T;
 
     // Steps 1 to 3 of Algorithm 1, but for the projection: W and B = mu M + D, zero beyond n.
     if (warp == 0) columns.zeros()[lane] = 0;
@@ -151,7 +110,7 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
     // `resident` of them load for themselves at once.
     const int later = blockIdx.x / CLUSTER + resident / 2;
     if (later >= resident && later < gridDim.x / CLUSTER) {
-        const Classes next = find(later);
+        const Taken next = taken_by(heads, later);
         const int last = min(1 + PAIRS, heads.classes[next.head] - next.first) * k;
         for (int row = warp; row < last; row += WARPS)
             for (int column = 32 * lane; column < inside; column += 1024) {
@@ -176,7 +135,10 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
             found = verdict;
         }
 #endif
-        if (found == UNUSUAL && !both) {
+        // Nobody overwrites its sums, or leaves, before all have read them.
+        const bool unusual = found == UNUSUAL && !both;
+        if (READ_LATE && unusual) wait_for_cluster();
+        if (unusual) {
             __syncthreads();  // before the verdict is overwritten, all have read it
             if (threadIdx.x < MIDDLE) {
                 found = MOVE;
@@ -192,7 +154,7 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
             __syncthreads();
             found = verdict;
         }
-        if (READ_LATE) wait_for_cluster();  // nobody overwrites its sums, or leaves, before all have read them
+        if (READ_LATE && !unusual) wait_for_cluster();
         if (found == UNUSUAL) {
             columns.k = k;  // one after the other
             continue;

@@ -16,11 +16,12 @@ struct Four {
     __device__ float operator[](int i) const { return value[i]; }
 };
 
-__device__ int place() { return 4 * threadIdx.x % MATRIX; }
+__device__ int row_here() { return 4 * threadIdx.x % MATRIX / ROWS; }
+__device__ int column_here() { return 4 * threadIdx.x % ROWS; }
 
 __device__ Four four(const float* matrix) {
     __builtin_assume(__isShared(matrix));  // for the instruction that is made for it
-    const float4 v = *(const float4*)(matrix + place());
+    const float4 v = *(const float4*)(matrix + at(row_here(), column_here()));
     return {v.x, v.y, v.z, v.w};
 }
 
@@ -28,24 +29,24 @@ __device__ Four four(const float* matrix) {
 template <typename F>
 __device__ void set(float* matrix, F f) {
     __builtin_assume(__isShared(matrix));
-    const int row = place() / ROWS, column = place() % ROWS;
-    *(float4*)(matrix + place()) = make_float4(f(row, column, 0), f(row, column + 1, 1), f(row, column + 2, 2),
-                                               f(row, column + 3, 3));
+    const int row = row_here(), column = column_here();
+    *(float4*)(matrix + at(row, column)) =
+        make_float4(f(row, column, 0), f(row, column + 1, 1), f(row, column + 2, 2), f(row, column + 3, 3));
 }
 
 // a b. Not inlined: code that runs once has to be fetched first.
 __device__ __noinline__ Four times(const float* a, const float* b) {
     __builtin_assume(__isShared(a));
     __builtin_assume(__isShared(b));
-    const int row = place() / ROWS, column = place() % ROWS;
+    const int row = row_here(), column = column_here();
     Four sum = {};
 #pragma unroll(ROWS <= 16 ? ROWS / 4 : 2)
     for (int l = 0; l < ROWS; l += 4) {
-        const float4 x = *(const float4*)(a + row * ROWS + l);
+        const float4 x = *(const float4*)(a + at(row, l));
         const float factors[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const float4 y = *(const float4*)(b + (l + j) * ROWS + column);
+            const float4 y = *(const float4*)(b + at(l + j, column));
             sum.value[0] = fmaf(factors[j], y.x, sum.value[0]), sum.value[1] = fmaf(factors[j], y.y, sum.value[1]);
             sum.value[2] = fmaf(factors[j], y.z, sum.value[2]), sum.value[3] = fmaf(factors[j], y.w, sum.value[3]);
         }
@@ -57,7 +58,7 @@ __device__ float trace(const float* a) {
     __builtin_assume(__isShared(a));
     float sum = 0;
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) sum += a[i * ROWS + i];
+    for (int i = 0; i < ROWS; i++) sum += a[at(i, i)];
     return sum;
 }
 
@@ -100,8 +101,6 @@ __device__ __noinline__ float largest_singular_value(const float* A, float* a, f
 }
 
 // ---- the step ----
-
-enum Verdict { SKIP, AGAIN, MOVE, STAY, UNUSUAL };
 
 // The names are those at the top of step.cu, with C = cos - 1 and S = sinc. X, Y, U and V are room: on the way in U, V
 // and C hold O, O' and N; on the way out Y, V, X and U are what W' and M' are made of, in the order in which `move` takes
@@ -169,12 +168,26 @@ struct Held {
 
 __device__ Held held(const float* matrix) {
     __builtin_assume(__isShared(matrix));
-    return Held([&](int r, int c, int, int) { return matrix[r * ROWS + c]; });
+    Held x([](int, int, int, int) { return 0.0f; });
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < GROUPS; j++)
+#pragma unroll
+        for (int e = 0; e < 2 * GROUPS; e += 2) {
+            const float2 v = *(const float2*)(matrix + (lane / 4 + 4 * e) * ROWS + 8 * j + lane % 4 * 2);
+            x.at[j][e] = v.x, x.at[j][e + 1] = v.y;
+        }
+    return x;
 }
 
 __device__ void keep(float* matrix, const Held& x) {
     __builtin_assume(__isShared(matrix));
-    Held([&](int r, int c, int j, int e) { return matrix[r * ROWS + c] = x.at[j][e]; });
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < GROUPS; j++)
+#pragma unroll
+        for (int e = 0; e < 2 * GROUPS; e += 2)
+            *(float2*)(matrix + (lane / 4 + 4 * e) * ROWS + 8 * j + lane % 4 * 2) = {x.at[j][e], x.at[j][e + 1]};
 }
 
 // x y', in almost float32. If columns 2 t and 2 t + 1 are called t and t + 4, which changes no sum, what a lane holds of
@@ -202,8 +215,8 @@ __device__ Held times_transposed(const Held& x, const Held& y) {
 // nothing if that is not so.
 __device__ Verdict usual(Matrices m, float rate, int flags, float max_angle, int paired) {
     const Held g = held(m.G), o = held(m.U), ot = held(m.V), n = held(m.C);
-    const Held row_length([&](int r, int, int, int) { return m.G[r * ROWS + r]; });
-    const Held column_length([&](int, int c, int, int) { return m.G[c * ROWS + c]; });
+    const Held row_length([&](int r, int, int, int) { return m.G[at(r, r)]; });
+    const Held column_length([&](int, int c, int, int) { return m.G[at(c, c)]; });
     auto here = [&](int j, int e) { return row_length.at[j][e] != 0; };
     auto both = [&](int j, int e) { return here(j, e) && column_length.at[j][e] != 0; };
 
@@ -263,12 +276,12 @@ __device__ Verdict usual(Matrices m, float rate, int flags, float max_angle, int
 // U, where there is never one otherwise, marks a row that is absent.
 __device__ Verdict middle(Matrices m, float rate, int flags, float max_angle, bool careful, bool counting,
                           unsigned long long* counts) {
-    auto present = [&](int i) { return m.G[i * ROWS + i] != 0; };  // an absent row has no direction of its own
-    const bool here = present(place() / ROWS);
+    auto present = [&](int i) { return m.G[at(i, i)] != 0; };  // an absent row has no direction of its own
+    const bool here = present(row_here());
     bool both[4];
-    for (int j = 0; j < 4; j++) both[j] = here && present(place() % ROWS + j);
+    for (int j = 0; j < 4; j++) both[j] = here && present(column_here() + j);
     const Four o = four(m.U), n = four(m.C), g = four(m.G);
-    set(m.T, [&](int, int c, int j) { return here ? o[j] * (2 - m.G[c * ROWS + c]) : 0; });
+    set(m.T, [&](int, int c, int j) { return here ? o[j] * (2 - m.G[at(c, c)]) : 0; });
     wait_for_middle();
     Four product = times(m.T, m.V);
     set(m.A, [&](int, int, int j) { return both[j] ? n[j] - product[j] : 0; });

@@ -1,0 +1,56 @@
+"""The step of classes of 17 to 32 rows that do not fit into one thread block: three launches of stream.cu.
+
+They take classes that turn but little, as nearly all do. For the others `usual_steps` returns a verdict, and step.cu is
+launched after it.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: In the order in which they are launched.
+KERNELS = ("grams", "turns", "moves")
+#: Classes that are taken together: what lies between the launches, 22 KiB a class, is not to become large.
+AT_ONCE = 4096
+#: Of a class, in numbers of 4 bytes: 20 tiles of Gram matrices; three factors and the lengths of the rows.
+TILES, FACTORS = 20 * 128, 3 * 32**2 + 32
+#: Of a thread block: threads, and bytes of shared memory for the sums of four warps; eight matrices; split factors,
+#: lengths, and columns of four warps.
+STREAM_THREADS, TURN_THREADS = 128, 256
+SHARED = {"grams": 4 * 4 * TILES, "turns": 4 * 8 * 32**2, "moves": 4 * (24 * 256 + 32 + 4 * 2 * 32 * 36)}
+
+
+def usual_steps(
+    kernels: Sequence[Any],
+    heads: ctypes.Structure,
+    classes: int,
+    like: Tensor,
+    pointers: Sequence[Tensor],
+    values: Sequence[float],
+    k: int,
+    n: int,
+    flags: int,
+) -> Tensor:
+    """Step the classes of all heads that turn but little; a verdict on each, 4 if it is left to step.cu.
+
+    like: a tensor on the device. pointers, values: learning rate, momentum, and the flag that skips a step or the
+    largest angle, as step.cu takes them.
+    """
+    (lr, momentum, skip), (lr_value, momentum_value, max_angle) = pointers, values
+    grams, turns, moves = kernels
+    verdicts = torch.empty(classes, dtype=torch.int32, device=like.device)
+    room = min(classes, AT_ONCE)
+    tiles, factors = (like.new_empty(room * size, dtype=torch.float32) for size in (TILES, FACTORS))
+    for first in range(0, classes, AT_ONCE):
+        blocks = min(AT_ONCE, classes - first)
+        sizes = [first, k, n, flags]
+        arguments = [heads, momentum, skip, tiles, momentum_value, *sizes]
+        grams.launch(blocks, STREAM_THREADS, SHARED["grams"], arguments)
+        arguments = [lr, skip, tiles, factors, verdicts, lr_value, max_angle, first, flags]
+        turns.launch(blocks, TURN_THREADS, SHARED["turns"], arguments)
+        arguments = [heads, momentum, skip, factors, verdicts, momentum_value, *sizes]
+        moves.launch(blocks, STREAM_THREADS, SHARED["moves"], arguments)
+    return verdicts

@@ -1,0 +1,50 @@
+// Sizes, flags and heads: what step.cu and stream.cu are compiled with, and what they are given.
+
+#define THREADS (32 * WARPS)
+#define GROUPS (ROWS / 8)
+#define MATRIX (ROWS * ROWS)
+#define PAD 4                           // columns between rows, so that no two lanes meet in a bank
+#define TILES (ROWS == 8 ? 2 : ROWS == 16 ? 6 : 20)  // 16 x 8 pieces of the Gram matrices
+#define TEAMS (ROWS == 32 ? 2 : 1)      // warps share the tiles, of which there are too many for the registers of one
+#define TEAM (WARPS / TEAMS)            // warps that add up the same tiles
+#define BUFFERS (ROWS == 8 ? WARPS : ROWS == 16 ? WARPS / 2 : 2)  // places in which the warps of a team do so at once
+#define CHAINS (ROWS == 8 ? 3 : 1)       // sums that do not wait for each other; more rows have enough tiles for that
+#define MIDDLE (ROWS == 8 ? 32 : MATRIX / 4)  // threads for the k x k matrices, four entries each
+static_assert(MIDDLE <= THREADS && TEAM % BUFFERS == 0 && WARPS % GROUPS == 0, "more warps are needed");
+#define BATCH 4                         // loads of a thread that are under way at once, of each of W, D and M
+#define LARGEST_TURN 64.0f  // 2**MAX_DOUBLINGS of the reference
+#define SMALL_TURN 0.01f    // of squared angles, in all
+
+enum Flags { HAS_MOMENTUM = 1, PARALLEL = 2, CAPPED = 4, MAXIMIZE = 8, LR_ON_DEVICE = 16, MOMENTUM_ON_DEVICE = 32,
+             VECTORS = 64, CAN_SKIP = 128, UNUSUAL_ONLY = 256 };
+
+enum Verdict { SKIP, AGAIN, MOVE, STAY, UNUSUAL };
+
+#if GRAD_BF16
+typedef unsigned short Grad;
+#else
+typedef float Grad;
+#endif
+#if MOMENTUM_BF16
+typedef unsigned short Momentum;
+#else
+typedef float Momentum;
+#endif
+
+// The heads of a launch, in its arguments; all have the same k and n.
+struct Heads {
+    float* weight[HEADS];
+    const Grad* grad[HEADS];
+    Momentum* momentum[HEADS];
+    unsigned long long* counts[HEADS];  // of classes that were skipped, and capped
+    int classes[HEADS];
+    int end[HEADS];                     // of the clusters that work on this head and those before it
+};
+
+// Which head cluster `number` works on, and the first class that it takes.
+struct Taken { int head, first; };
+__device__ Taken taken_by(const Heads& heads, int number) {
+    int head = 0;
+    while (number >= heads.end[head]) head++;
+    return {head, (number - (head ? heads.end[head - 1] : 0)) * (1 + PAIRS)};
+}
