@@ -87,6 +87,7 @@ def step(result: Result, images: Path) -> list[str]:
     launches = [row["launch_ms"] for row in rows if "launch_ms" in row]
     dirty = [row["dirty_step_over_floor"] for row in rows if "dirty_step_over_floor" in row]
     among = [row["in_graph_ms"]["launch"] for row in rows if "in_graph_ms" in row]
+    far = [row["far_step_over_floor"] for row in rows if "far_step_over_floor" in row]
     intensity = {row["k"]: 12 * row["k"] / 20 for row in rows}
     least, most = min(intensity), max(intensity)
     rates = [12e-9 * row["k"] * numbers(row) / row["step_ms"] for row in rows]
@@ -116,6 +117,12 @@ def step(result: Result, images: Path) -> list[str]:
             "to pay for. The last two columns have it so: between two events that are nodes of a graph whose other "
             f"nodes empty the cache. A kernel that does next to nothing takes {1e3 * min(among):.1f} µs there."
             if among
+            else ""
+        )
+        + (
+            " A class that turns by 0.3 radians in a step, three times what takes the shortest way through the "
+            f"kernels, takes {between(far, '.2f')} times the floor."
+            if far
             else ""
         ),
         *(

@@ -3,13 +3,16 @@
 //
 // Every CUDA thread is a fiber. Which one goes on when several can is drawn from a seed: warps and blocks are ahead of each
 // other or behind as they are on a GPU, and where a barrier is missing some seed shows it. Shared memory is NaN before it is
-// written, and again when its block has ended. Clusters run one after the other.
+// written, and again when its block has ended. A write beyond it, or a barrier of the cluster at which a thread arrives
+// without waiting, or waits without arriving, ends the process. Clusters run one after the other.
 
 #include <ucontext.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -51,6 +54,7 @@ template <typename T>
 static T __ldcs(const T* p) { return *p; }
 template <typename T>
 static void __stcs(T* p, T x) { *p = x; }
+static void __nanosleep(unsigned) {}
 static void bring_to_l2(const void* p) { (void)*(const volatile char*)p; }  // it must be memory
 static unsigned long long atomicAdd(unsigned long long* p, unsigned long long x) { return std::exchange(*p, *p + x); }
 
@@ -61,6 +65,7 @@ struct Fiber {
     std::unique_ptr<char[]> stack;
     int thread, block;  // of the cluster
     long phase = -1;    // of the cluster's barrier at which it arrived
+    bool arrived = false;
 };
 
 // Where a number of fibers meet.
@@ -178,8 +183,16 @@ static void mma(bool fresh, float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u3
 
 static u32 rank_in_cluster() { return CLUSTER > 1 ? current->block : 0; }
 
+static void need(bool fact, const char* complaint) {
+    if (fact) return;
+    fprintf(stderr, "%s\n", complaint);
+    abort();
+}
+
 static void arrive_at_cluster() {
     if (CLUSTER == 1) return;
+    need(!current->arrived, "a thread arrives twice");
+    current->arrived = true;
     current->phase = cluster_phase;
     if (++cluster_arrived == CLUSTER * block_threads) {
         cluster_arrived = 0, cluster_phase++;
@@ -189,6 +202,8 @@ static void arrive_at_cluster() {
 static void arrive_at_cluster_with_all() { arrive_at_cluster(); }
 static void wait_for_cluster() {
     if (CLUSTER == 1) return __syncthreads();
+    need(current->arrived, "a thread waits where it has not arrived");
+    current->arrived = false;
     if (current->phase != cluster_phase) return;
     cluster_meeting.waiting.push_back(current);
     wait_to_be_called();
@@ -200,15 +215,28 @@ static void to_block(float4* p, float4 v, u32 rank) { *in_block(p, rank) = v; }
 
 // ---- a launch ----
 
+constexpr int GUARD = 1024;  // float4s beyond the end
+constexpr u32 UNTOUCHED = 0x7fc12345u;
+
 static void empty(Block& block) {
     const float nan = std::numeric_limits<float>::quiet_NaN();
     std::fill(block.shared.begin(), block.shared.end(), make_float4(nan, nan, nan, nan));
+    std::fill((u32*)&*(block.shared.end() - GUARD), (u32*)(block.shared.data() + block.shared.size()), UNTOUCHED);
+}
+
+static bool guarded(Block& block) {
+    const u32* end = (const u32*)(block.shared.data() + block.shared.size());
+    return std::all_of(end - 4 * GUARD, end, [](u32 x) { return x == UNTOUCHED; });
 }
 
 static void run_fiber() {
     work();
     Block& block = blocks[current->block];
-    if (--block.running == 0) empty(block);
+    need(!current->arrived, "a thread leaves without waiting for its cluster");
+    if (--block.running == 0) {
+        need(guarded(block), "a write beyond shared memory");
+        empty(block);
+    }
     wait_to_be_called();  // for ever
 }
 
@@ -231,7 +259,7 @@ static bool launch(int number_of_blocks, int threads, int shared_bytes, unsigned
         blocks = std::vector<Block>(CLUSTER);
         cluster_phase = 0, cluster_arrived = 0, cluster_meeting = {};
         for (Block& block : blocks) {
-            block.shared.resize((shared_bytes + 15) / 16);
+            block.shared.resize((shared_bytes + 15) / 16 + GUARD);
             empty(block);
             block.warps.resize(threads / 32);
             const unsigned ahead = random_numbers() % 1000 * 1000;  // all of its warps, before or after those of others

@@ -1,5 +1,6 @@
 """Which implementation of the step is taken, and how the CUDA kernel divides its work."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from grassy import ops
 from grassy.ops import cuda_step, nvrtc, reference
 from grassy.ops.cuda_step import plan, source
 
+ROOT = Path(__file__).parent.parent
 HOPPER, AMPERE, CONSUMER = (9, 0), (8, 0), (8, 6)
 SHARED = {HOPPER: 227, AMPERE: 163, CONSUMER: 99}
 
@@ -50,11 +52,23 @@ def test_what_would_not_stay_in_the_cache_is_not_brought_ahead(monkeypatch):
     assert ahead(kernel, chosen, 2048, 2 * needed - 1) == 2**31 - 1
 
 
-def test_the_source_of_the_kernel_is_in_the_package():
-    text = source()
+@pytest.mark.parametrize("file", [cuda_step.SOURCE, cuda_step.STREAM_SOURCE], ids=lambda file: file.name)
+def test_the_source_of_the_kernel_is_in_the_package(file):
+    text = source(file)
     assert 'extern "C" __global__' in text
     assert "#include" not in text
     assert text.isascii()  # NVRTC is not told an encoding
+
+
+def test_how_large_a_class_may_be_is_what_the_documentation_says():
+    text = " ".join((ROOT / "docs/method.md").read_text().split())
+
+    def largest(k, capability):
+        return max(n for n in range(32, 40_000, 32) if plan(k, n, capability))
+
+    eight, sixteen, all_rows = (f"{k} x {largest(k, HOPPER):,}" for k in (8, 16, 32))
+    assert f"on an H200 up to {eight}, {sixteen} or {all_rows}" in text
+    assert f"an A100 takes 8 x {largest(8, (8, 0)):,} and an RTX 4090 8 x {largest(8, (8, 9)):,}" in text
 
 
 def test_ops_explain_what_they_choose():
@@ -135,15 +149,15 @@ def compiler(monkeypatch, tmp_path):
         found.runs += 1
         return b"binary"
 
-    def load(binary, _name):
+    def load(binary, names):
         if binary != b"binary":
             raise RuntimeError("CUDA: device kernel image is invalid (200)")
-        return binary
+        return [binary for _ in names]
 
     monkeypatch.setenv("GRASSY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(nvrtc, "_nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda *_: 0))
     monkeypatch.setattr(nvrtc, "_compiled", compiled)
-    monkeypatch.setattr(nvrtc, "Kernel", load)
+    monkeypatch.setattr(nvrtc, "load", load)
     return found
 
 

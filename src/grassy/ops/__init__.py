@@ -58,7 +58,7 @@ def explain(weight: Tensor) -> dict[str, str | None]:
     """The implementations of the step in the order of preference for such a weight, each with why it is not taken.
 
     The first without a reason is the one that `impl="auto"` takes for a weight by itself. Several that are alike are
-    taken by "cuda" in one launch, if it can.
+    taken by "cuda" together, if it can.
     """
     return {name: _why_not(name, weight) for name in _order(weight)}
 
@@ -220,7 +220,7 @@ def geodesic_steps(
     counts: Sequence[Tensor] | None = None,
     impl: str = "auto",
 ) -> list[StepCounts]:
-    """`geodesic_step` of several weights (C_i, K_i, N_i). Those of one K and N that "cuda" takes are one launch.
+    """`geodesic_step` of several weights (C_i, K_i, N_i). Those of one K and N that "cuda" takes are taken together.
 
     counts: for each weight two numbers, int64 on its device, to which those of this step are added, and which are then
     returned: that saves the launches that would set new ones to 0 and add them up.

@@ -337,6 +337,7 @@ __device__ void move(const Columns& columns, const float* SS, const float* SB, c
             }
     }
 }
+
 // x += L W + R B in shared memory, for x either W or B: a thread a column, in full float32. For the rare, careful path.
 __device__ __noinline__ void move_here(float* x, Columns columns, const float* L, const float* R) {
     for (int column = threadIdx.x; column < columns.slice; column += THREADS) {

@@ -37,6 +37,8 @@ STATIC_BYTES = 16
 SHARE_OF_L2 = 0.5
 #: More clusters than there are: none of them brings anything ahead.
 NOTHING_AHEAD = 2**31 - 1
+#: Nanoseconds in which the memory of an H200 delivers a KiB to each of its multiprocessors.
+MEMORY_NS_PER_KIB = 32
 #: Of the flags in launch.cuh, the one that is set here: classes on which there is another verdict are left alone.
 UNUSUAL_ONLY = 256
 
@@ -127,7 +129,7 @@ def _failure(chosen: Plan, device: torch.device) -> str | None:
 
 
 class _Heads(ctypes.Structure):
-    """The struct of the same name in step.cu."""
+    """The struct of the same name in launch.cuh."""
 
     _fields_ = (
         ("weight", ctypes.c_void_p * HEADS),
@@ -150,7 +152,7 @@ def geodesic_steps(
     counts: Sequence[Tensor] | None = None,
     **options: Any,
 ) -> list[tuple[Tensor, Tensor]]:
-    """`reference.geodesic_step` of up to HEADS weights (C_i, K, N) in one launch: of one K, N, device and types.
+    """`reference.geodesic_step` of up to HEADS weights (C_i, K, N) together: of one K, N, device and types.
 
     All have momentum or none has. If `skip`, a number on the device, is not 0, nothing is done. counts: two numbers for
     each weight to which those of this step are added.
@@ -200,11 +202,12 @@ def geodesic_steps(
         values = [0.0 if isinstance(value, Tensor) else float(value) for value in (lr, momentum)]
         values.append(0.0 if max_angle is None else float(max_angle))
         verdicts, ahead = weight, _bringing_ahead(kernel, chosen, n, weight.device)
+        pause = _pause(chosen) if clusters > ahead else 0
         if _streamed(chosen) and options["transport"] != "parallel":
             kernels = _stream_kernels(*types, weight.device)
             verdicts = cuda_stream.usual_steps(kernels, heads, clusters, weight, pointers, values, k, n, flags)
             flags, ahead = flags | UNUSUAL_ONLY, NOTHING_AHEAD
-        arguments = [heads, *pointers, verdicts, *values, k, n, chosen.columns, ahead, flags]
+        arguments = [heads, *pointers, verdicts, *values, k, n, chosen.columns, ahead, pause, flags]
         kernel.launch(clusters * chosen.cluster, 32 * chosen.warps, chosen.shared_bytes, arguments)
     # As torch does itself, so that autograd notices.
     torch.autograd.graph.increment_version([*weights, *buffers])
@@ -242,6 +245,11 @@ def _kernel(chosen: Plan, grad_is_bf16: bool, momentum_is_bf16: bool, device: to
         return compile_kernels(source(), ["step"], macros, capability)[0]
 
 
+def _pause(chosen: Plan) -> int:
+    """Nanoseconds between blocks of a multiprocessor that begin a launch: until memory has delivered what one loads."""
+    return round(MEMORY_NS_PER_KIB * 12 * chosen.classes * chosen.k * chosen.columns / 1024)
+
+
 def _streamed(chosen: Plan) -> bool:
     """Whether stream.cu comes first: one such class fills the multiprocessors it is on, which then often wait."""
     return chosen.rows == 32 and chosen.cluster > 1
@@ -263,7 +271,7 @@ def source(file: Path = SOURCE) -> str:
 
 
 def defines(chosen: Plan, grad_is_bf16: bool, momentum_is_bf16: bool) -> dict[str, int]:
-    """What step.cu is compiled with."""
+    """What step.cu and stream.cu are compiled with."""
     return {
         "ROWS": chosen.rows,
         "PAIRS": chosen.classes - 1,

@@ -1,7 +1,8 @@
-"""The step of classes of 17 to 32 rows that do not fit into one thread block: three launches of stream.cu.
+"""The step of classes of 17 to 32 rows for which step.cu would need a cluster of thread blocks: three launches of
+stream.cu.
 
-They take classes that turn but little, as nearly all do. For the others `usual_steps` returns a verdict, and step.cu is
-launched after it.
+They take classes that turn by less than a tenth of a radian. For the others `usual_steps` returns a verdict, and
+step.cu is launched after it.
 """
 
 import ctypes
@@ -14,7 +15,7 @@ from torch import Tensor
 #: In the order in which they are launched.
 KERNELS = ("grams", "turns", "moves")
 #: Classes that are taken together: what lies between the launches, 22 KiB a class, is not to become large.
-AT_ONCE = 4096
+AT_ONCE = 1024
 #: Of a class, in numbers of 4 bytes: 20 tiles of Gram matrices; three factors and the lengths of the rows.
 TILES, FACTORS = 20 * 128, 3 * 32**2 + 32
 #: Of a thread block: threads, and bytes of shared memory for the sums of four warps; eight matrices; split factors,

@@ -22,12 +22,9 @@ from torch import Tensor
 class Kernel:
     """One function of a module that is loaded on one device."""
 
-    def __init__(self, binary: bytes, name: str) -> None:
-        self._driver = _driver()
-        torch.zeros((), device="cuda")  # makes the device's context that of this thread
-        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        self._check(self._driver.cuModuleLoadData(ctypes.byref(module), binary))
-        self._check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
+    def __init__(self, module: ctypes.c_void_p, name: str) -> None:
+        self._driver, self._function = _driver(), ctypes.c_void_p()
+        _check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
         self._shared = 48 * 1024
 
     def launch(self, blocks: int, threads: int, shared: int, arguments: Sequence[Any]) -> None:
@@ -37,7 +34,7 @@ class Kernel:
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         size = (blocks, 1, 1, threads, 1, 1, shared)
-        self._check(self._driver.cuLaunchKernel(self._function, *size, stream, pointers, None))
+        _check(self._driver.cuLaunchKernel(self._function, *size, stream, pointers, None))
 
     def resident_clusters(self, cluster: int, threads: int, shared: int) -> int:
         """How many clusters of so many thread blocks the device holds at once; 0 if not even one."""
@@ -48,23 +45,32 @@ class Kernel:
         count = ctypes.c_int()
         if cluster > 1:
             query = self._driver.cuOccupancyMaxActiveClusters
-            self._check(query(ctypes.byref(count), self._function, ctypes.byref(config)))
+            _check(query(ctypes.byref(count), self._function, ctypes.byref(config)))
             return count.value
         query = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
-        self._check(query(ctypes.byref(count), self._function, threads, ctypes.c_size_t(shared)))
+        _check(query(ctypes.byref(count), self._function, threads, ctypes.c_size_t(shared)))
         return count.value * torch.cuda.get_device_properties().multi_processor_count
 
     def _allow(self, shared: int) -> None:
         if shared > self._shared:
             dynamic_shared_memory = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._check(self._driver.cuFuncSetAttribute(self._function, dynamic_shared_memory, shared))
+            _check(self._driver.cuFuncSetAttribute(self._function, dynamic_shared_memory, shared))
             self._shared = shared
 
-    def _check(self, status: int) -> None:
-        if status:
-            text = ctypes.c_char_p()
-            self._driver.cuGetErrorString(status, ctypes.byref(text))
-            raise RuntimeError(f"CUDA: {(text.value or b'unknown error').decode()} ({status})")
+
+def load(binary: bytes, names: Sequence[str]) -> list[Kernel]:
+    """Functions of a compiled module, on the current device."""
+    torch.zeros((), device="cuda")  # makes the device's context that of this thread
+    module = ctypes.c_void_p()
+    _check(_driver().cuModuleLoadData(ctypes.byref(module), binary))
+    return [Kernel(module, name) for name in names]
+
+
+def _check(status: int) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"CUDA: {(text.value or b'unknown error').decode()} ({status})")
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -102,8 +108,7 @@ def compile_kernels(
     text = "\n".join([source, *options, f"{version[0].value}.{version[1].value}"])
     file = f"{names[0]}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.cubin"
     with contextlib.suppress(OSError, RuntimeError):  # none yet, or one that cannot be read or loaded
-        binary = (_folder() / file).read_bytes()
-        return [Kernel(binary, name) for name in names]
+        return load((_folder() / file).read_bytes(), names)
     binary = _compiled(library, source, options)
     with contextlib.suppress(OSError, RuntimeError):  # a folder that cannot be written to costs only time
         folder, place = _folder(), _folder() / file
@@ -111,7 +116,7 @@ def compile_kernels(
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             (Path(temporary) / "kernel").write_bytes(binary)
             (Path(temporary) / "kernel").replace(place)  # whole or not at all, also if two processes do this at once
-    return [Kernel(binary, name) for name in names]
+    return load(binary, names)
 
 
 def _folder() -> Path:

@@ -37,7 +37,7 @@ __cluster_dims__(CLUSTER, 1, 1)
 __launch_bounds__(THREADS, BLOCKS)
 step(const __grid_constant__ Heads heads, const float* lr_on_device, const float* momentum_on_device, const float* skip,
      const int* verdicts, double lr_value, double momentum_value, double max_angle, int k, int n, int slice, int resident,
-     int flags) {
+     int pause, int flags) {
     __shared__ int verdict;
     if ((flags & CAN_SKIP) && *skip != 0) return;
     if ((flags & UNUSUAL_ONLY) && verdicts[blockIdx.x / CLUSTER] != UNUSUAL) return;  // stream.cu did it
@@ -68,6 +68,11 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
                         matrix(6), matrix(7), matrix(8), matrix(3)};
     float* sums = m.T;  // before there is anything in T and those after it
     if (SENT_FROM_MATRICES) mine = (float4*)m.T;
+
+    // Blocks that begin together would load together, and then all compute while memory idles. Of the first round, those
+    // that share a multiprocessor therefore begin one after the other.
+    const int cluster = blockIdx.x / CLUSTER;
+    if (pause && cluster < resident) __nanosleep(pause * (cluster * BLOCKS / resident));
 
     // Steps 1 to 3 of Algorithm 1, but for the projection: W and B = mu M + D, zero beyond n.
     if (warp == 0) columns.zeros()[lane] = 0;
@@ -108,7 +113,7 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
     }
     // While this cluster computes, memory would idle: what a later one will need is brought into the L2 cache. The first
     // `resident` of them load for themselves at once.
-    const int later = blockIdx.x / CLUSTER + resident / 2;
+    const int later = cluster + resident / 2;
     if (later >= resident && later < gridDim.x / CLUSTER) {
         const Taken next = taken_by(heads, later);
         const int last = min(1 + PAIRS, heads.classes[next.head] - next.first) * k;

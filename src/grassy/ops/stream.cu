@@ -1,9 +1,9 @@
-// The step of classes of 17 to 32 rows that do not fit into one thread block, in three launches: `grams`, `turns` and
+// The step of classes of 17 to 32 rows for which step.cu would need a cluster, in three launches: `grams`, `turns` and
 // `moves`. The names are those of step.cu, which keeps such a class on the chip, and has to do with few warps for that.
 // Here W, D and M are read twice, but a block needs no other, and all of the GPU is busy with the same kind of work.
 //
-// That is for classes that `turns` finds usual: what is finite, has something to turn it, turns but little and is certainly
-// not capped. The others are left to step.cu, which is launched after these three.
+// That is for classes that `turns` finds usual: what is finite, has something to turn it, turns by less than a tenth of a
+// radian and is certainly not capped. The others are left to step.cu, which is launched after these three.
 //
 // Compile with -DROWS=32, -DPAIRS=0, -DCLUSTER=1, -DWARPS=8, and the rest as for step.cu.
 
@@ -53,6 +53,7 @@ struct Streamed {
     }
 
     __device__ float4 sum(float4 d, float4 m) const {
+        if (!has_momentum) return make_float4(sign * d.x, sign * d.y, sign * d.z, sign * d.w);
         return make_float4(fmaf(mu, m.x, sign * d.x), fmaf(mu, m.y, sign * d.y), fmaf(mu, m.z, sign * d.z),
                            fmaf(mu, m.w, sign * d.w));
     }
@@ -154,7 +155,7 @@ turns(const float* lr_on_device, const float* skip, const float4* tiles, float4*
       double max_angle, int first, int flags) {
     if ((flags & CAN_SKIP) && *skip != 0) return;
     const float rate = flags & LR_ON_DEVICE ? *lr_on_device : (float)lr_value;
-    const float scale = rate * rate, limit = flags & CAPPED ? (float)(max_angle * max_angle) : 1;
+    const float largest = (float)max_angle, scale = rate * rate, limit = flags & CAPPED ? largest * largest : 1;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     auto matrix = [&](int i) { return (float*)shared4 + i * MATRIX; };
     float *G = matrix(0), *O = matrix(1), *N = matrix(2), *T = matrix(3), *Tt = matrix(4), *A = matrix(5), *V = matrix(6);
