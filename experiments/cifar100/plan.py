@@ -38,11 +38,15 @@ def _options(*names: str, values: Iterable[Sequence[float]]) -> tuple[dict[str, 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A head that gets its eight trials: a recipe, what differs from it, and the values of its own scale to try."""
+    """A head that gets its eight trials: a recipe, what differs from it, and the values of its own scale to try.
+
+    beyond: instead of the usual ones, the trials themselves.
+    """
 
     recipe: str
     changes: dict[str, Any] = field(default_factory=dict)
     scales: tuple[dict[str, float], ...] = ()
+    beyond: tuple[dict[str, float], ...] = ()
 
 
 _MARGINS = _options("head.scale", "head.margin", values=[(64, 0.5), (32, 0.1), (25, 0.1), (16, 0.1)])
@@ -50,6 +54,17 @@ _GAMMAS = _options("head.gamma", values=[(12,), (16,), (20,), (25,)])
 _LARGER_GAMMAS = _options("head.gamma", values=[(16,), (20,), (25,), (32,)])
 _SPECTRAL = _options("head.gamma", "head_lr", values=[(16, 0.02), (20, 0.02), (25, 0.02), (20, 0.04)])
 _STANDARD = {"head.standardize": True}
+#: Of the usual trials, two heads were best at the largest weight decay: softmax-std with (0.05, 0.004), grassmann-8
+#: with (0.1, 0.004) and gamma 20. What lies around and beyond that.
+_SOFTMAX_BEYOND = _options(
+    *("lr", "weight_decay"),
+    values=[(lr, wd) for lr in (0.0125, 0.025, 0.05) for wd in (0.004, 0.008, 0.016) if (lr, wd) != (0.05, 0.004)],
+)
+_GRASSMANN_BEYOND = _options(
+    *("head.gamma", "lr", "weight_decay"),
+    values=[(20, 0.05, 0.004), (20, 0.05, 0.008), (20, 0.1, 0.008), (25, 0.05, 0.004), (25, 0.05, 0.008),
+            (25, 0.1, 0.006), (25, 0.1, 0.008), (32, 0.1, 0.008)],
+)  # fmt: skip
 _PREFIX = "cifar100-resnet18-"
 HEADS = {
     "softmax": Tuned(f"{_PREFIX}linear"),
@@ -63,6 +78,8 @@ HEADS = {
     "grassmann-8-std": Tuned(f"{_PREFIX}grassmann", _STANDARD, _LARGER_GAMMAS),
     "grassmann-16-std": Tuned(f"{_PREFIX}grassmann-k16", _STANDARD, _LARGER_GAMMAS),
     "grassmann-8-std-spectral": Tuned(f"{_PREFIX}grassmann", {**_STANDARD, "direction": "spectral"}, _SPECTRAL),
+    "softmax-std-beyond": Tuned(f"{_PREFIX}linear", _STANDARD, beyond=_SOFTMAX_BEYOND),
+    "grassmann-8-beyond": Tuned(f"{_PREFIX}grassmann", beyond=_GRASSMANN_BEYOND),
 }
 
 
@@ -88,7 +105,10 @@ VARIANTS = {
 #: Rows that others begin with.
 STARTS = {variant.start for variant in VARIANTS.values() if variant.start}
 #: The softmax heads and the Grassmann heads, of each of which one setting is a contestant.
-SIDES = (("softmax", "softmax-std"), tuple(name for name in HEADS if name.startswith("grassmann")))
+SIDES = (
+    tuple(name for name in HEADS if name.startswith("softmax")),
+    tuple(name for name in HEADS if name.startswith("grassmann")),
+)
 #: The row of the Grassmann contestant, if it is not a head's setting with the best top-1.
 BOTH = "grassmann-both"
 #: Held-out top-1 that a contestant may lose against the best for better transfer: what one run's may be off by.
@@ -96,11 +116,12 @@ MAY_LOSE = 0.5
 #: Rows that several claims or an equivalence rest on; the contestants are added.
 FIVE_SEEDS = ("softmax", "grassmann-8", "grassmann-8-qf")
 #: The rows of `final`, in order: if time ends early, what most rests on is there. Those that begin with the weights of
-#: softmax come right after it, while these are there.
+#: softmax come one after the other, while these are there.
 ROWS = (
-    *("softmax", "finetune-all", "finetune-head", "finetune-softmax", "grassmann-8", "softmax-std", BOTH),
+    *("softmax", "grassmann-8", "softmax-std", "softmax-std-beyond", "grassmann-8-beyond", BOTH),
     *(f"grassmann-{k}" for k in (32, 1, 4, 16)),
     *("grassmann-8-qf", "grassmann-8-plain-sgd", "grassmann-8-unnormalized"),
+    *("finetune-all", "finetune-head", "finetune-softmax"),
     *("grassmann-8-std", "grassmann-16-std", "grassmann-8-std-spectral"),
     *("cosine", "arcface", "multi", "softtriple", "subcenter-arcface", "grassmann-2", "grassmann-1-unnormalized"),
 )
@@ -217,10 +238,14 @@ def contestants(trials: dict[str, list[Job]], lines: Lines) -> dict[str, Job]:
 def _trials(name: str, lines: Lines, overrides: Sequence[str]) -> list[Job]:
     head = HEADS[name]
 
-    def job(number: int, pair: tuple[float, float], scale: dict[str, float]) -> Job:
-        changes = {**head.changes, **scale, "lr": pair[0], "weight_decay": pair[1]}
-        return _job(TUNE, name, number, head.recipe, changes, TUNE_SEED, overrides)
+    def trial(number: int, settings: dict[str, float]) -> Job:
+        return _job(TUNE, name, number, head.recipe, {**head.changes, **settings}, TUNE_SEED, overrides)
 
+    def job(number: int, pair: tuple[float, float], scale: dict[str, float]) -> Job:
+        return trial(number, {**scale, "lr": pair[0], "weight_decay": pair[1]})
+
+    if head.beyond:
+        return [trial(number, settings) for number, settings in enumerate(head.beyond, 1)]
     if not head.scales:
         return [job(number, pair, {}) for number, pair in enumerate(PAIRS, 1)]
     first = [job(number, FIRST, scale) for number, scale in enumerate(head.scales, 1)]
@@ -286,10 +311,12 @@ def seconds(job: Job, lines: Lines, hardware: str | None = None, at_once: int = 
     same = [line["seconds"] for line in known if (line["stage"], line["row"]) == (job.stage, job.row)]
     if same:
         return statistics.median(same)
+    slower = SLOWER.get(job.row, 1.0)
+    alike = [line["seconds"] for line in known if line["stage"] == job.stage and line["row"] not in SLOWER]
+    if alike:
+        return slower * statistics.median(alike)
     epochs = job.changes.get("epochs", EPOCHS[job.stage])
-    guess = EPOCH_SECONDS * at_once * epochs * SLOWER.get(job.row, 1.0) + OTHER_SECONDS
-    alike = [line["seconds"] for line in known if line["stage"] == job.stage]
-    return max(guess, statistics.median(alike)) if alike else guess
+    return slower * EPOCH_SECONDS * at_once * epochs + OTHER_SECONDS
 
 
 def to_do(jobs: Iterable[Job], lines: Lines, retry: bool = False) -> Iterator[Job]:
