@@ -284,6 +284,8 @@ def test_bad_arguments_are_refused():
     model = a_model()
     with pytest.raises(ValueError, match=r"unknown optimizer 'adamv'.*known: .*adamw.*lamb"):
         grassy.make_optimizer(model, "adamv", lr=0.1)
+    with pytest.raises(TypeError, match="SGD has no option 'momentun', did you mean 'momentum'"):
+        grassy.make_optimizer(model, "sgd", lr=0.1, momentun=0.8)
     with pytest.raises(TypeError, match="base must be the name or the class"):
         grassy.make_optimizer(model, 3, lr=0.1)
     with pytest.raises(ValueError, match="lr must be"):

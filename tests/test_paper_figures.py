@@ -229,6 +229,15 @@ def test_columns_without_a_number_go_before_those_that_say_something():
     assert "top-1" in listing.table("digits", terminal(200))
 
 
+def test_a_recipe_is_shown_with_all_that_the_paper_says_of_it(capsys):
+    assert main(["recipes", "resnet50d-grassmann", "--show"]) == 0
+    comments = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
+    for words in ("top1 79.26", "variability 63.49", "r2 0.43", "svm cifar10 90.13", "svm C cifar10 1", "knn cifar10"):
+        assert any(words in line for line in comments), words
+    assert main(["recipes", "digits-grassmann", "--show"]) == 0
+    assert "#" not in capsys.readouterr().out
+
+
 def test_an_unknown_recipe_to_show_is_one_line_and_exit_code_2(capsys):
     assert main(["recipes", "swin-t-liner", "--show"]) == 2
     error = capsys.readouterr().err

@@ -86,6 +86,7 @@ def test_a_number_without_a_point_is_a_number_wherever_it_stands(write):
         ("mean: [a, b, c]", TypeError, "mean must be a number, got 'a'"),
         ("head: grassmann", TypeError, "head must be a mapping, got 'grassmann'"),
         ("loss: bec", ValueError, "one of cross-entropy, bce, bce-sum, got 'bec', did you mean 'bce'?"),
+        ("bse: digits-grassmann", ValueError, "a recipe has no field 'bse', did you mean 'base'?"),
         ("head: {name: grasman}", ValueError, "unknown head 'grasman', did you mean 'grassmann'?"),
         ("head: {name: 3}", TypeError, "the name of a head must be a string, got 3"),
         ("head: {name: grassmann, gama: 3}", ValueError, "has no option 'gama', did you mean 'gamma'?"),

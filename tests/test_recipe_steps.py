@@ -51,12 +51,13 @@ def test_a_recipe_takes_a_step(name, folder, tmp_path):
             "model_kwargs": {**recipe.model_kwargs, **SMALLER.get(recipe.model, {})},
         }
     )
-    if recipe.freeze:  # it needs weights to start from
+    if recipe.freeze or recipe.finetune:  # it needs weights to start from
         start = tmp_path / "start.safetensors"
-        model = build_model(small.changed({"freeze": False}), num_classes)
+        model = build_model(small, num_classes)
         save_weights(model, Description(small.model, num_classes, small.head), start)
         small = small.changed({"initial_checkpoint": str(start)})
-    run = Run(small, folder, tmp_path / "run", "", Process(torch.device("cpu")), quiet=True)
+    data_dir = None if recipe.dataset == "digits" else folder
+    run = Run(small, data_dir, tmp_path / "run", "", Process(torch.device("cpu")), quiet=True)
     try:
         before = {key: value.clone() for key, value in run.model.state_dict().items()}
         # At the first update warm-up may begin from 0: take the full rate.

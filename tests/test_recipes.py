@@ -112,7 +112,10 @@ SETTINGS = [
     (["resnet50d-grassmann-plain-sgd"], {**PLAIN, **COSINE, "head.riemannian": False}),
     (["resnet50d-grassmann-qf"], {**PLAIN, **COSINE, "retraction": "qf"}),
     (["resnet50d-finetune-head-grassmann"], {**PLAIN, **COSINE, "freeze": True, "initial_checkpoint": ""}),
-    (["resnet50d-finetune-all-grassmann"], {**PLAIN, **COSINE, "freeze": False, "initial_checkpoint": ""}),
+    (
+        ["resnet50d-finetune-all-grassmann"],
+        {**PLAIN, **COSINE, "freeze": False, "finetune": True, "initial_checkpoint": ""},
+    ),
     # not in the paper: one budget for all heads on CIFAR-100
     ([n for n in NAMES if n.startswith("cifar100")], {"batch_size": 256, "epochs": 60, **SGD, "weight_decay": 1e-3}),
     ([n for n in NAMES if n.startswith("cifar100")], {**COSINE, "warmup_epochs": 1, "warmup_lr": 0.0, "hflip": 0.5}),

@@ -8,7 +8,7 @@ import torch
 
 import chromium
 from grassy.report.packing import unpack_angles
-from grassy.report.page import report, write_page
+from grassy.report.page import of_paper, report, write_page
 from report_cases import make_run, random_run, tiny_images
 
 pytestmark = pytest.mark.skipif(chromium.is_missing(), reason=chromium.HOW_TO_GET_IT)
@@ -101,6 +101,18 @@ def test_the_slider_changes_the_picture(page):
         pictures.append(picture(page))
     assert len(set(pictures)) == 3
     assert page.text("#angle-label") == "3rd of 3, largest"
+
+
+def test_the_papers_figures_stand_beside_the_measures_of_its_recipes(window, tmp_path):
+    figures = of_paper({"paper": "resnet50d-grassmann"})
+    assert figures == {"top1": 79.26, "top5": 94.44, "variability": 63.49, "class_separation": 0.43}
+    assert of_paper({"paper": ""}) == of_paper({}) == {}
+    run = dataclasses.replace(random_run("ours", 4), paper=figures)
+    window.open(write_page([run, random_run("another", 4)], tmp_path / "report.html"))
+    rows = window.run("return [...document.querySelectorAll('#metrics tbody tr')].map((row) => row.innerText)")
+    (row,) = [row for row in rows if row.startswith("Variability")]
+    assert row.count("the paper: 63.49") == 1
+    assert window.errors() == []
 
 
 @pytest.mark.parametrize("order", ["cluster", "index"])

@@ -1,5 +1,6 @@
 """Runs that are stopped, killed and resumed, and the folder they write to."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -81,12 +82,30 @@ def test_resuming_from_nothing_from_damage_and_from_another_recipe_is_said(tmp_p
         train(tiny_recipe(lr=0.1), data, tmp_path / "run", resume="auto")
     with pytest.raises(ValueError, match="5 updates an epoch, not 3"):
         train(tiny_recipe(epochs=3), tiny_arrays(tmp_path / "less", images=24), tmp_path / "run", resume="auto")
+    with pytest.raises(ValueError, match="a run with a class 'class 2', which is not here: is this other data"):
+        train(
+            tiny_recipe(epochs=3), tiny_arrays(tmp_path / "renamed", last="class two"), tmp_path / "run", resume="auto"
+        )
     with pytest.raises(ValueError, match="holds weights alone"):
         train(tiny_recipe(), data, tmp_path / "other", resume=str(tmp_path / "run" / LAST))
     whole = (tmp_path / "run" / STATE).read_bytes()
     (tmp_path / "run" / STATE).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"resume\.pt is not a whole file"):
         train(tiny_recipe(epochs=3), data, tmp_path / "run", resume="auto")
+
+
+def test_a_resumed_run_remembers_what_it_ran_on_before(tmp_path, monkeypatch):
+    data = tiny_arrays(tmp_path / "data")
+    facts = lambda: json.loads((tmp_path / "run" / "environment.json").read_text())
+    train(tiny_recipe(epochs=1), data, tmp_path / "run", quiet=True)
+    first = facts()
+    assert "earlier" not in first
+    monkeypatch.setattr("grassy.training.journal._commit", lambda: "another")
+    for epochs in (2, 3):
+        train(tiny_recipe(epochs=epochs), data, tmp_path / "run", resume="auto", quiet=True)
+    assert facts()["commit"] == "another"
+    assert [each["commit"] for each in facts()["earlier"]] == [first["commit"], "another"]
+    assert facts()["earlier"][0] == first
 
 
 def test_a_finished_run_resumed_with_more_epochs_goes_on(tmp_path):

@@ -168,7 +168,8 @@ def test_running_out_of_memory_before_the_first_update_is_one_line_too(tmp_path,
         train(tiny_recipe(), tiny_arrays(tmp_path / "data"), tmp_path / "run")
 
 
-def test_a_frozen_backbone_needs_weights(tmp_path):
-    with pytest.raises(ValueError, match="give --initial-checkpoint"):
-        train(tiny_recipe(freeze=True), tiny_arrays(tmp_path / "data"), tmp_path / "run")
+@pytest.mark.parametrize("setting", ["freeze", "finetune"])
+def test_a_frozen_backbone_and_fine_tuning_need_weights(setting, tmp_path):
+    with pytest.raises(ValueError, match=f"{setting}=true .* give --initial-checkpoint"):
+        train(tiny_recipe(**{setting: True}), tiny_arrays(tmp_path / "data"), tmp_path / "run")
     assert not (tmp_path / "run").exists()

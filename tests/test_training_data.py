@@ -25,6 +25,7 @@ from grassy.training.loader import (
     worker_options,
 )
 from grassy.training.prepare import Preparation
+from grassy.training.recipe import Recipe
 from training_cases import tiny_arrays, tiny_folders, tiny_recipe
 
 CPU = Process(torch.device("cpu"))
@@ -249,6 +250,29 @@ def test_labels_beyond_the_head_are_named_before_training(tmp_path):
 def test_an_unknown_reader_of_timm_is_one_line(tmp_path):
     with pytest.raises(ValueError, match="Unknown torchvision dataset"):
         open_images("torch/nonsense", tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("torhc/cifar100", "did you mean 'torch/'"), ("digit", "did you mean 'digits'"), ("foo/bar", ""),
+                       ("imagefolder", ""), ("torch/", ""), ("wds", "did you mean 'wds/'")]
+)  # fmt: skip
+def test_what_is_no_data_set_is_not_taken_for_a_folder(name, hint, tmp_path):
+    """timm would, and find training and validation images in the same place."""
+    folder = tiny_folders(tmp_path / "data")
+    with pytest.raises(ValueError, match=f"empty for folders, tars and .npz files .*{name}.*{hint}"):
+        open_images(name, folder, "train")
+    with pytest.raises(ValueError, match="dataset must be"):
+        Recipe(dataset=name)
+
+
+def test_a_data_set_of_torchvision_that_is_not_there_is_one_line_without_advice_that_does_not_apply(tmp_path):
+    with pytest.raises(ValueError, match=r"torch/cifar100 in .*not found.* grassy downloads nothing"):
+        open_images("torch/cifar100", tmp_path, "train")
+
+
+def test_the_digits_have_no_folder(tmp_path):
+    with pytest.raises(ValueError, match=r"digits, which has no files: for the images in .* it must be empty"):
+        open_images("digits", tmp_path, "train")
 
 
 # ------------------------------------------------------------------------------------------------ broken images

@@ -1,6 +1,7 @@
 """The transfer protocol on features of any model: data sets, methods, tables, the command."""
 
 import csv
+import dataclasses
 import json
 
 import numpy as np
@@ -145,9 +146,12 @@ def test_the_papers_figures_stand_beside_those_of_its_recipes(run):
     result = protocol.Result("a", "pets", "svm", 90.0, "mean_per_class", "C", 1.0, [90.0], 1, 1, 2, 0, 0.0, paper=91.85)
     assert protocol._figure({"paper": "resnet50d-grassmann"}, "svm", "pets") == 91.85
     assert protocol._figure({"paper": ""}, "svm", "pets") is None
+    assert protocol._figure({"paper": "resnet50d-grassmann"}, "svm_C", "pets") == 1
     text = table.render(protocol.Report([result]), {"a": "a"})
     assert "(the paper)" in text
     assert "91.85" in text
+    words = protocol.line(dataclasses.replace(result, paper_chosen=2.0))
+    assert "the paper has 91.85 with C=2" in words
 
 
 def lopsided(samples=200, width=4, seed=0):

@@ -16,7 +16,9 @@ from typing import NoReturn
 import grassy
 
 #: Where the name of a package differs from that of its module.
-PACKAGES = {"sklearn": "scikit-learn", "yaml": "pyyaml"}
+PACKAGES = {"sklearn": "scikit-learn", "yaml": "pyyaml", "tensorflow_datasets": "tensorflow-datasets"}
+#: Packages of some readers of timm, which no extra brings.
+APART = ("datasets", "webdataset", "tensorflow-datasets", "tensorflow")
 
 
 def _command(commands: "argparse._SubParsersAction[Parser]", name: str, what: str, example: str) -> "Parser":
@@ -328,8 +330,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = (error.name or "").split(".")[0]
         if module in ("", "grassy"):
             raise  # a mistake of ours, not a missing package
-        needs = f"grassy {args.command} needs {PACKAGES.get(module, module)}"
-        return _fail(f"{needs}: pip install 'grassy[{args.extra}]'")
+        package = PACKAGES.get(module, module)
+        what = package if package in APART else f"'grassy[{args.extra}]'"
+        return _fail(f"grassy {args.command} needs {package}: pip install {what}")
     except (ValueError, TypeError) as error:
         return _fail(str(error))
     except BrokenPipeError:  # the reader of our output, such as head, has had enough

@@ -1,8 +1,9 @@
 """One ordinary optimizer for a whole model: Riemannian SGD on its subspaces, any other optimizer on the rest."""
 
 import functools
+import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ def make_optimizer(
     if not isinstance(model, nn.Module):
         raise TypeError(f"make_optimizer takes the model, which knows its subspaces, got {type(model).__name__}")
     optimizer_class, implied = _optimizer_class(base)
+    _check_options(optimizer_class, base_options)
     for name, value in (("lr", lr), ("head_lr", head_lr), ("weight_decay", weight_decay)):
         if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
             raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
@@ -199,6 +201,17 @@ def _optimizer_class(base: str | type[Optimizer]) -> tuple[type[Optimizer], dict
     if get_optimizer_info(base).has_momentum:
         options.setdefault("momentum", 0.9)  # as timm has always done
     return optimizer_class, options  # type: ignore[return-value]
+
+
+def _check_options(optimizer_class: type[Optimizer], given: Iterable[str]) -> None:
+    """Raise a TypeError for an option that the optimizer does not have."""
+    parameters = inspect.signature(optimizer_class).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters]
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{optimizer_class.__name__} has no option {name!r}{nearest(name, known)}")
 
 
 def _euclidean_groups(

@@ -9,13 +9,14 @@ import html
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import grassy
+from grassy import paper
 from grassy.report.analyze import ANALYSIS, analyze, digest, open_split, read_analysis
 from grassy.report.classes import SCALARS
 from grassy.report.samples import BUDGET, sample_images
@@ -29,6 +30,10 @@ SCRIPTS = ("elements.js", "angles.js", "metrics.js", "curves.js", "colors.js", "
 MOST_CHARACTERS = 11_700_000
 
 
+#: Scalars that the paper has, too, under its names.
+IN_PAPER = {"top1": "top1", "top5": "top5", "variability": "variability", "class_separation": "r2"}
+
+
 @dataclass(frozen=True)
 class PageRun:
     """What a page shows of one run."""
@@ -40,6 +45,8 @@ class PageRun:
     """Columns of summary.csv, one value an epoch."""
     samples: list[list[str]] | None = None
     """Data URIs of a few images of each class."""
+    paper: dict[str, float] = field(default_factory=dict)
+    """Scalars that the paper has for the row that the run's recipe is to reproduce."""
 
 
 def report(
@@ -77,7 +84,15 @@ def open_run(run: Path, name: str, data_dir: Path | None, split: str | None, dev
     if images is not None:
         room = MOST_CHARACTERS - len(json.dumps(analysis))
         samples = sample_images(images, about.num_classes, budget=min(BUDGET, room))
-    return PageRun(name, analysis, read_curves(file.parent / SUMMARY), samples)
+    return PageRun(name, analysis, read_curves(file.parent / SUMMARY), samples, of_paper(about.recipe or {}))
+
+
+def of_paper(recipe: Mapping[str, Any]) -> dict[str, float]:
+    """Those of SCALARS that the paper has, for a recipe that names a row of it."""
+    if recipe.get("paper") not in paper.rows():
+        return {}
+    figures = paper.figures(recipe["paper"])
+    return {key: figures[name] for key, name in IN_PAPER.items() if name in figures}
 
 
 def _current_analysis(file: Path, data_dir: Path | None, split: str | None, wants_data: bool) -> dict[str, Any] | None:
@@ -142,7 +157,7 @@ def render_page(runs: Sequence[PageRun], title: str = "") -> str:
         "version": grassy.__version__,
         "scalars": [{"key": key, "title": t, "decimals": d, "about": a} for key, (t, d, a) in SCALARS.items()],
         "runs": [
-            {"name": run.name, "analysis": run.analysis, "curves": run.curves, "samples": samples}
+            {"name": run.name, "analysis": run.analysis, "curves": run.curves, "samples": samples, "paper": run.paper}
             for run, samples in zip(runs, _once([run.samples for run in runs]), strict=True)
         ],
     }

@@ -23,6 +23,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "interpolation": ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"),
 }
 
+#: What the name of a timm reader begins with. timm itself takes any other name for a folder of images, in which it
+#: would find no splits.
+READERS = ("torch/", "hfds/", "hfids/", "tfds/", "wds/")
+
 POSITIVE: tuple[str, ...] = ("epochs", "batch_size", "grad_accum_steps", "img_size", "aug_repeats", "val_interval")
 POSITIVE += ("val_batch_size", "test_size", "num_classes")
 NONNEGATIVE: tuple[str, ...] = (
@@ -54,6 +58,7 @@ def check_values(recipe: "Recipe") -> None:
         value = given[name]
         if value not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}{nearest(value, allowed)}")
+    check_dataset(recipe.dataset)
     require(POSITIVE, lambda value: value >= 1, "be at least 1")
     require(NONNEGATIVE, lambda value: value >= 0, "not be negative")
     require(["seed"], lambda value: value < 2**63, "be less than 2**63")
@@ -79,3 +84,15 @@ def check_values(recipe: "Recipe") -> None:
         raise ValueError(f"decay_milestones are for sched step, not {recipe.sched}")
     if recipe.smoothing and recipe.loss.startswith("bce") and not recipe.mixes:
         raise ValueError("smoothing goes with bce only where mixup or cutmix make soft targets")
+
+
+def check_dataset(name: str) -> None:
+    """Raise a ValueError for what is neither a reader of timm nor "digits" nor "", for files."""
+    if name in ("", "digits") or any(name.startswith(reader) and name != reader for reader in READERS):
+        return
+    hint = nearest(name, ["digits"]) or nearest(name.partition("/")[0] + "/", READERS)
+    readers = ", ".join(f"{reader}NAME" for reader in READERS)
+    raise ValueError(
+        f"dataset must be a reader of timm ({readers}), digits, or empty for folders, tars and .npz files in "
+        f"--data-dir, got {name!r}{hint}"
+    )

@@ -12,6 +12,7 @@ import numpy as np
 
 from grassy.spelling import nearest
 from grassy.torchvision_import import import_torchvision
+from grassy.training.checks import check_dataset
 from grassy.training.decode import to_rgb
 from grassy.training.files import is_hidden, open_files
 
@@ -41,7 +42,10 @@ def open_images(dataset: str, data_dir: Path | None, split: str, class_names: Se
     dataset: "" for files in data_dir (class folders, tars, or .npz), "digits", or the name of a timm reader.
     class_names: of the training set, whose numbering a validation set has to share.
     """
+    check_dataset(dataset)
     if dataset == "digits":
+        if data_dir is not None:
+            raise ValueError(f"dataset is digits, which has no files: for the images in {data_dir} it must be empty")
         return digits(split)
     if data_dir is None:
         raise ValueError("where are the images? give --data-dir")
@@ -203,8 +207,9 @@ def _from_timm(name: str, data_dir: Path, split: str) -> Images:
         dataset = create_dataset(name, root=str(data_dir), split=split)
     except AssertionError as error:
         raise ValueError(str(error) or f"timm cannot open {name!r} in {data_dir}") from None
-    except RuntimeError as error:  # torchvision: not found or corrupted
-        raise ValueError(f"{name} in {data_dir}: {error}") from None
+    except RuntimeError as error:  # torchvision: not found or corrupted; its advice is not for our users
+        why = str(error).replace("You can use download=True to download it", "grassy downloads nothing")
+        raise ValueError(f"{name} in {data_dir}: {why}") from None
     pixels, targets = getattr(dataset, "data", None), getattr(dataset, "targets", None)
     if isinstance(pixels, np.ndarray) and targets is not None:  # torchvision's CIFAR: the resident loader can take it
         return ArrayImages(pixels, np.asarray(targets), getattr(dataset, "classes", None), name)

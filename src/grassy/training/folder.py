@@ -3,7 +3,7 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +92,10 @@ class RunFolder:
         checkpoint.save_state(state, self.path / STATE)
 
 
-def check_same_run(saved: Mapping[str, Any], recipe: Recipe, updates: int, path: Path) -> None:
-    """Raise a ValueError if a saved state belongs to another recipe, or to another number of images."""
+def check_same_run(
+    saved: Mapping[str, Any], recipe: Recipe, updates: int, class_names: Sequence[str] | None, path: Path
+) -> None:
+    """Raise a ValueError if a saved state belongs to another recipe, to another number of images, or other classes."""
     old, new = saved.get("recipe", {}), recipe.to_dict()
     for name in new:
         if name not in FREE and name in old and old[name] != new[name]:
@@ -105,3 +107,8 @@ def check_same_run(saved: Mapping[str, Any], recipe: Recipe, updates: int, path:
         raise ValueError(
             f"{path} belongs to a run with {saved['updates']} updates an epoch, not {updates}: is this other data?"
         )
+    before = saved.get("class_names")
+    if before is not None and class_names is not None and before != list(class_names):
+        lost = next((name for name in before if name not in class_names), None)
+        what = "the same classes in another order" if lost is None else f"a class {lost!r}, which is not here"
+        raise ValueError(f"{path} belongs to a run with {what}: is this other data?")

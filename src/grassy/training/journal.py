@@ -24,12 +24,18 @@ COLUMNS += ("eval_effective_rank",)  # of subspaces
 
 
 def save_settings(folder: Path, recipe: Recipe, data_dir: Path | None, world_size: int, device: torch.device) -> None:
-    """The resolved recipe as args.yaml, which is a recipe itself, and what it runs on as environment.json."""
+    """The resolved recipe as args.yaml, which is a recipe itself, and what it runs on as environment.json.
+
+    A run that is resumed keeps under `earlier` what it ran on before.
+    """
     import yaml
 
     text = yaml.safe_dump(recipe.to_dict(), sort_keys=False, allow_unicode=True)
     write_atomically(folder / ARGS, lambda file: file.write(text.encode()))
     facts = {**environment(device), "data_dir": None if data_dir is None else str(data_dir), "processes": world_size}
+    with contextlib.suppress(OSError, ValueError):  # none yet, or one that somebody has edited
+        before = json.loads((folder / ENVIRONMENT).read_text())
+        facts["earlier"] = [*before.pop("earlier", []), before]
     write_atomically(folder / ENVIRONMENT, lambda file: file.write(json.dumps(facts, indent=1).encode()))
 
 

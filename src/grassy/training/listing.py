@@ -82,7 +82,20 @@ def show(name: str | Path, overrides: Iterable[str] = ()) -> str:
     text = yaml.safe_dump(
         load_recipe(name, overrides).to_dict(), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
     )
-    return text.rstrip("\n")
+    return "\n".join([*_of_paper(load_recipe(name, overrides).paper), text.rstrip("\n")])
+
+
+def _of_paper(row: str) -> list[str]:
+    """All that the paper says of a row, as comments."""
+    if row not in paper.rows():
+        return []
+    figures = {key: value for key, value in paper.figures(row).items() if key not in ("from", "corrections")}
+    words = []
+    for key, value in figures.items():
+        several = isinstance(value, dict)
+        text = ", ".join(f"{name} {each}" for name, each in value.items()) if several else str(value)
+        words.append(f"# the paper: {key.replace('_', ' ')} {text}")
+    return words
 
 
 def aligned(rows: Sequence[RecipeRow]) -> list[str]:

@@ -107,9 +107,9 @@ class Run(Parts):
                     if stop:
                         return self._stop(told)
                     if save:
-                        self._save()
+                        with self.progress.pause():
+                            self._save()
                         begin = time.monotonic() - state.seconds
-                        self.progress.skip_pause()
                 if told() is not None and state.update < self.updates:  # a signal has ended the workers
                     return self._stop(told)
                 self._finish_epoch(begin)
@@ -160,11 +160,16 @@ class Run(Parts):
 
     def _finish_epoch(self, begin: float) -> None:
         """Validate, write the records, and save if it is time."""
-        state, recipe = self.state, self.recipe
+        state = self.state
         self._stop_if_not_finite()  # waits for the device, so the time is right
         state.seconds = time.monotonic() - begin
         self.update.losses.copy_(distributed.summed(self.update.losses))
         self.progress.report(self.done, self._mean_loss())
+        with self.progress.pause():
+            self._close_epoch()
+
+    def _close_epoch(self) -> None:
+        state, recipe = self.state, self.recipe
         last = state.epoch + 1 == recipe.epochs
         metrics = self._validate() if last or (state.epoch + 1) % recipe.val_interval == 0 else None
         row = self._row(metrics)
@@ -174,14 +179,13 @@ class Run(Parts):
         if self.curves is not None:
             journal.save_summary(self.output, state.rows)
             self._draw(row)
-        self.progress.end_of_epoch(state.epoch, row["train_loss"], metrics)
+        self.progress.end_of_epoch(state.epoch, row["train_loss"], metrics, state.seconds)
         self._keep_if_best(metrics)
         state.epoch, state.update, state.seconds = state.epoch + 1, 0, 0.0
         self.update.losses.zero_()
         late = time.monotonic() - self.last_save >= recipe.checkpoint_interval and self.process.is_main
         if not last and distributed.anywhere(late, self.device):
             self._save()
-        self.progress.skip_pause()
 
     def _validate(self) -> Metrics:
         model = self._evaluated_model()

@@ -46,11 +46,13 @@ class Parts:
     def __init__(self, recipe: Recipe, data_dir: Path | None, output: Path, resume: str, process: Process) -> None:
         self.recipe, self.output, self.process, self.device = recipe, output, process, process.device
         self.folder = RunFolder(output)
-        if recipe.freeze and not (recipe.initial_checkpoint or recipe.model_kwargs.get("pretrained")):
-            raise ValueError(
-                "freeze=true trains the head on the features of other weights: give --initial-checkpoint, or "
-                "model_kwargs.pretrained=true"
-            )
+        if (recipe.freeze or recipe.finetune) and not (
+            recipe.initial_checkpoint or recipe.model_kwargs.get("pretrained")
+        ):
+            what = "freeze=true trains the head on the features of other weights" if recipe.freeze else (
+                "finetune=true begins with other weights"
+            )  # fmt: skip
+            raise ValueError(f"{what}: give --initial-checkpoint, or model_kwargs.pretrained=true")
         self.resumed_from = saved = self.folder.find_state(resume)
         self.data = open_data(recipe, data_dir, process)
         self.captured = self._can_be_captured()
@@ -118,6 +120,7 @@ class Parts:
             "grassy": grassy.__version__,
             "recipe": self.recipe.to_dict(),
             "updates": self.updates,
+            "class_names": None if self.data.class_names is None else list(self.data.class_names),
             "progress": dataclasses.asdict(self.state),
             "model": self.model.state_dict(),
             "average": None if self.average is None else self.average.state_dict(),
@@ -127,7 +130,7 @@ class Parts:
         }
 
     def _restore(self, saved: dict[str, Any], path: Path) -> None:
-        check_same_run(saved, self.recipe, self.updates, path)
+        check_same_run(saved, self.recipe, self.updates, self.data.class_names, path)
         try:
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])

@@ -1,7 +1,9 @@
 """What a person sees of a run: a bar with loss, accuracy, speed and time left on a terminal, plain lines elsewhere."""
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -51,8 +53,9 @@ class Progress:
             if update:
                 self.say(f"epoch {epoch + 1}/{self.epochs}, update {update}/{self.updates}: {self._text(done, loss)}")
 
-    def end_of_epoch(self, epoch: int, loss: float, metrics: Metrics | None) -> None:
-        """A line that stays: what an epoch (from 0) came to."""
+    def end_of_epoch(self, epoch: int, loss: float, metrics: Metrics | None, seconds: float) -> None:
+        """A line that stays: what an epoch (from 0) came to, whose updates took so many seconds."""
+        self.speed = self.updates * self.batch_size / max(seconds, 1e-9)
         done = (epoch + 1) * self.updates
         scores = ""
         if metrics is not None:
@@ -75,9 +78,12 @@ class Progress:
         else:
             print(text, file=sys.stderr, flush=True)
 
-    def skip_pause(self) -> None:
-        """Do not count the time since the last update: it went to validation or saving."""
-        self.looked = time.monotonic()
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """The time in this block is not that of updates: it goes to validation or saving."""
+        begin = time.monotonic()
+        yield
+        self.looked += time.monotonic() - begin
 
     def _fields(self, done: int, loss: float) -> dict[str, str]:
         accuracy = "-" if self.accuracy is None else f"{self.accuracy:.2f}"

@@ -41,7 +41,8 @@ class Recipe:
     drop_path: float = 0.0
     drop_before_head: bool = True  # False removes the model's own dropout in front of the classifier
     initial_checkpoint: str = ""  # weights to start from; a classifier of another kind or size is left out
-    freeze: bool = False  # train the head alone
+    finetune: bool = False  # such weights must be given
+    freeze: bool = False  # train the head alone, on such weights
 
     # --- the data
     dataset: str = ""  # a timm reader ("torch/cifar100", "hfds/...", "wds/..."), "digits", or "" for files
@@ -187,7 +188,7 @@ def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     for key, value in changes.items():
         name, dot, part = str(key).partition(".")
         if name not in HINTS:
-            raise ValueError(f"a recipe has no field {name!r}{nearest(name, HINTS)}")
+            raise ValueError(f"a recipe has no field {name!r}{nearest(name, [*HINTS, 'base'])}")
         if dot:
             if HINTS[name] != dict[str, Any]:
                 raise ValueError(f"{name} has no parts, got {key!r}")

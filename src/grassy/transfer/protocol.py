@@ -46,6 +46,7 @@ class Result:
     seed: int
     seconds: float
     paper: float | None = None
+    paper_chosen: float | None = None
     unreadable: int = 0
     recipe_seed: int | None = None
     tried: list[float] = field(default_factory=list)  # the grid that `chosen` is from
@@ -194,6 +195,7 @@ def measure(
         seed=seed,
         seconds=time.monotonic() - begin,
         paper=_figure(model.recipe, method, data.name),
+        paper_chosen=_figure(model.recipe, f"{method}_{PARAMETERS[method]}", data.name),
         unreadable=len(train.failures) + len(test.failures),
         recipe_seed=model.recipe.get("seed"),
         tried=list(search.values),
@@ -215,6 +217,8 @@ def line(result: Result) -> str:
     """One result in words."""
     folds = statistics.mean(result.fold_accuracies)
     reference = "" if result.paper is None else f", the paper has {result.paper:.2f}"
+    if result.paper_chosen is not None:
+        reference += f" with {result.parameter}={result.paper_chosen:g}"
     return (
         f"{result.model}, {result.dataset}, {result.method}: {result.accuracy:.2f} "
         f"({result.parameter}={result.chosen:g}{_of_grid(result)}, {folds:.2f} in cross-validation{reference})"

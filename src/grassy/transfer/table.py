@@ -29,6 +29,7 @@ COLUMNS = (
     "recipe_seed",
     "unreadable",
     "paper",
+    "paper_chosen",
     "seconds",
 )
 

@@ -17,8 +17,12 @@ function showMetrics() {
   for (const { key, title, decimals, about } of data.scalars) {
     const values = data.runs.map((run) => run.analysis.scalars[key] ?? null);
     if (values.every((value) => value === null)) continue;
-    const cells = values.map((value) => element("td", {}, value !== null && value !== 0 && Math.abs(value) < 1e-3
-      ? value.toExponential(2) : fixed(value, decimals)));
+    const cells = values.map((value, i) => {
+      const text = value !== null && value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(2) : fixed(value, decimals);
+      const reference = data.runs[i].paper?.[key];
+      const beside = reference === undefined ? [] : [element("small", {}, `the paper: ${reference}`)];
+      return element("td", {}, text, ...beside);
+    });
     const name = element("th", { scope: "row" }, title, element("small", {}, about));
     body.append(element("tr", {}, name, ...cells));
     byId("meanings").append(element("dt", {}, title), element("dd", {}, about));
