@@ -16,7 +16,7 @@ from grassy.training.checkpoint import BEST, LAST, STATE
 from grassy.training.loop import train
 from grassy.training.recipe import Recipe, load_recipe
 from grassy.training.validate import validate
-from training_cases import assert_same_weights, tiny_arrays, tiny_recipe, train_command, weights
+from training_cases import assert_same_weights, tiny_arrays, tiny_folders, tiny_recipe, train_command, weights
 
 
 def test_a_run_learns_and_leaves_its_records(tmp_path):
@@ -207,3 +207,11 @@ def test_an_average_that_will_not_leave_its_beginning_is_said_so(tmp_path, capsy
     assert "the average of the weights will still be 100% what training begins with" in capsys.readouterr().err
     train(tiny_recipe(model_ema=True, model_ema_decay=0.1, epochs=1), data, tmp_path / "fast")
     assert "the average of the weights" not in capsys.readouterr().err
+
+
+def test_classes_that_are_never_validated_are_named(tmp_path, capsys):
+    data = tiny_folders(tmp_path / "data")
+    for image in (data / "val" / "dog").iterdir():
+        image.unlink()
+    train(tiny_recipe(epochs=1), data, tmp_path / "run")
+    assert "no validation image has the class dog\n" in capsys.readouterr().err

@@ -56,7 +56,7 @@ def open_data(recipe: Recipe, data_dir: Path | None, process: Process) -> Data:
     names = None if images.class_names is None else list(images.class_names)
     validation = _validation_loader(recipe, held_out, num_classes, process)
     sharded = isinstance(validation, ValidationLoader)
-    return Data(train, validation, sharded, num_classes, names, batch_size, notes)
+    return Data(train, validation, sharded, num_classes, names, batch_size, [*notes, *_unseen(images, held_out)])
 
 
 def open_validation(
@@ -103,6 +103,19 @@ def _batch_size(recipe: Recipe, images: int, parts: int) -> tuple[int, list[str]
         pairs = " of pairs" if recipe.mixes else ""
         raise ValueError(f"{images} images are too few for {parts} parts{pairs}, processes times grad_accum_steps")
     return batch_size, [f"batch_size {recipe.batch_size} is more than the {images} images: using {batch_size}"]
+
+
+def _unseen(images: Images, held_out: Images) -> list[str]:
+    """What to say of classes that are trained and never validated, if the labels are known."""
+    trained, validated = images.labels(), held_out.labels()
+    if trained is None or validated is None:
+        return []
+    numbers = sorted(set(trained.tolist()) - set(validated.tolist()))
+    if not numbers:
+        return []
+    names = [str(images.class_names[number] if images.class_names else number) for number in numbers[:3]]
+    more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
+    return [f"no validation image has the class {', '.join(names)}{more}"]
 
 
 def _check_division(recipe: Recipe, parts: int) -> None:
