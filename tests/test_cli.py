@@ -94,6 +94,10 @@ def test_an_output_that_is_not_writable_is_one_line(capsys, tmp_path):
         (TypeError("not a path"), "grassy: error: not a path"),
         (FileNotFoundError(2, "No such file", "x.yaml"), "grassy: error: x.yaml: No such file"),
         (ModuleNotFoundError("no", name="rich"), "grassy: error: grassy demo needs rich: pip install 'grassy[demo]'"),
+        (
+            ModuleNotFoundError("no", name="datasets.x"),
+            "grassy: error: grassy demo needs datasets: pip install datasets",
+        ),
     ],
 )
 def test_errors_of_a_command_are_one_line_and_exit_code_2(capsys, monkeypatch, error, line):

@@ -234,6 +234,8 @@ def test_a_recipe_is_shown_with_all_that_the_paper_says_of_it(capsys):
     comments = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
     for words in ("top1 79.26", "variability 63.49", "r2 0.43", "svm cifar10 90.13", "svm C cifar10 1", "knn cifar10"):
         assert any(words in line for line in comments), words
+    assert main(["recipes", "resnet50d-rsb-a3-grassmann", "--show"]) == 0
+    assert "(79.64 on the authors' page)" in capsys.readouterr().out
     assert main(["recipes", "digits-grassmann", "--show"]) == 0
     assert "#" not in capsys.readouterr().out
 

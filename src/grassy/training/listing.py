@@ -89,11 +89,15 @@ def _of_paper(row: str) -> list[str]:
     """All that the paper says of a row, as comments."""
     if row not in paper.rows():
         return []
-    figures = {key: value for key, value in paper.figures(row).items() if key not in ("from", "corrections")}
+    figures = paper.figures(row)
+    figures.pop("from")
+    corrections = figures.pop("corrections", {})
     words = []
     for key, value in figures.items():
         several = isinstance(value, dict)
         text = ", ".join(f"{name} {each}" for name, each in value.items()) if several else str(value)
+        if key in corrections:
+            text += f" ({corrections[key]['value']} {corrections[key]['source']})"
         words.append(f"# the paper: {key.replace('_', ' ')} {text}")
     return words
 

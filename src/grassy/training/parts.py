@@ -46,13 +46,13 @@ class Parts:
     def __init__(self, recipe: Recipe, data_dir: Path | None, output: Path, resume: str, process: Process) -> None:
         self.recipe, self.output, self.process, self.device = recipe, output, process, process.device
         self.folder = RunFolder(output)
-        if (recipe.freeze or recipe.finetune) and not (
-            recipe.initial_checkpoint or recipe.model_kwargs.get("pretrained")
-        ):
-            what = "freeze=true trains the head on the features of other weights" if recipe.freeze else (
-                "finetune=true begins with other weights"
-            )  # fmt: skip
-            raise ValueError(f"{what}: give --initial-checkpoint, or model_kwargs.pretrained=true")
+        given = recipe.initial_checkpoint or recipe.model_kwargs.get("pretrained")
+        for setting in ("freeze", "finetune"):
+            if getattr(recipe, setting) and not given:
+                raise ValueError(
+                    f"{setting}=true begins with weights that are there already: give --initial-checkpoint, or "
+                    "model_kwargs.pretrained=true"
+                )
         self.resumed_from = saved = self.folder.find_state(resume)
         self.data = open_data(recipe, data_dir, process)
         self.captured = self._can_be_captured()
