@@ -285,19 +285,19 @@ def test_several_heads_rates_in_tensors_and_a_flag_that_skips(chosen, lr, emulat
     assert [total.tolist() for total in totals] == [[5 + (i == 1), 7] for i in range(5)]
 
 
-def test_what_is_usual_is_streamed_and_the_rest_left_to_the_other_kernel(emulated, monkeypatch):
+@pytest.mark.parametrize("transport", ["projection", "parallel"])
+def test_what_needs_care_is_left_to_the_other_kernel(transport, emulated, monkeypatch):
     emulated(Plan(18, 32, 2, 64, 16, 1))
     w, d, m = case((6, 18, 100))
     d[2], m[2] = 0, 0  # still
-    d[3] *= 100  # turns far
-    w[4, 5] = 0  # absent rows are nothing unusual
+    d[3] *= 100  # turns by a radian or so
+    w[4, 5] = 0  # an absent row
+    d[5] *= 10  # turns far, but not that far
     verdicts = []
-    usual_steps = cuda_stream.usual_steps
-    monkeypatch.setattr(cuda_stream, "usual_steps", lambda *a: verdicts.append(usual_steps(*a)) or verdicts[0])
-    found = step(w, d, m, 5e-4)
-    move, unusual = 2, 4
-    assert verdicts[0].tolist() == [move, unusual, unusual, unusual, move, move]
-    agree(found, expected(w, d, m, 5e-4))
+    steps = cuda_stream.steps
+    monkeypatch.setattr(cuda_stream, "steps", lambda *a: verdicts.append(steps(*a)) or verdicts[0])
+    found = step(w, d, m, 5e-3, transport=transport)
+    skip, again, move, stay = range(4)
+    assert verdicts[0].tolist() == [move, skip, stay, again, move, move]
+    agree(found, expected(w, d, m, 5e-3, transport=transport))
     assert torch.equal(found[0][1:3], w[1:3])
-    step(w, d, m, 5e-4, transport="parallel")
-    assert len(verdicts) == 1

@@ -268,6 +268,17 @@ __device__ void all_grams(const Columns& columns, int k, float* buffers, float4*
 
 // ---- new rows ----
 
+// To sum[j], of 16 rows, f times eight rows and four columns, of which each lane has first[j] and second[j]. Neighbours
+// are of different j, so that none waits for the one before.
+__device__ void add_rows(bool fresh, float (*sum)[4], const Split* f, const Split* first, const Split* second) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) mma_part<0>(fresh, sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
+#pragma unroll
+    for (int j = 0; j < 4; j++) mma_part<1>(false, sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
+#pragma unroll
+    for (int j = 0; j < 4; j++) mma_part<2>(false, sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
+}
+
 // How many of the GROUPS tiles of 16 rows of [W'; M'] a warp makes of its columns. If that is all of them, columns are
 // split once; 32 rows have too many factors for the registers of one warp.
 constexpr int MADE = ROWS == 32 ? 1 : GROUPS;
@@ -307,16 +318,7 @@ __device__ void move(const Columns& columns, const float* SS, const float* SB, c
 #pragma unroll
             for (int made = 0; made < MADE; made++) {
                 if (ROWS == 16 && made == 1 && !of_w && !parallel) continue;
-                const Split* f = factor[made][step];
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    mma_part<0>(step == 0, sum[made][j], f[0], f[1], f[2], f[3], first[j], second[j]);
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    mma_part<1>(false, sum[made][j], f[0], f[1], f[2], f[3], first[j], second[j]);
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    mma_part<2>(false, sum[made][j], f[0], f[1], f[2], f[3], first[j], second[j]);
+                add_rows(step == 0, sum[made], factor[made][step], first, second);
             }
         }
 #pragma unroll

@@ -40,7 +40,7 @@ NOTHING_AHEAD = 2**31 - 1
 #: Nanoseconds in which the memory of an H200 delivers a KiB to each of its multiprocessors.
 MEMORY_NS_PER_KIB = 32
 #: Of the flags in launch.cuh, the one that is set here: classes on which there is another verdict are left alone.
-UNUSUAL_ONLY = 256
+CAREFUL_ONLY = 256
 
 
 class Plan(NamedTuple):
@@ -203,10 +203,10 @@ def geodesic_steps(
         values.append(0.0 if max_angle is None else float(max_angle))
         verdicts, ahead = weight, _bringing_ahead(kernel, chosen, n, weight.device)
         pause = _pause(chosen) if clusters > ahead else 0
-        if _streamed(chosen) and options["transport"] != "parallel":
+        if _streamed(chosen):
             kernels = _stream_kernels(*types, weight.device)
-            verdicts = cuda_stream.usual_steps(kernels, heads, clusters, weight, pointers, values, k, n, flags)
-            flags, ahead = flags | UNUSUAL_ONLY, NOTHING_AHEAD
+            verdicts = cuda_stream.steps(kernels, heads, clusters, weight, pointers, values, k, n, flags)
+            flags, ahead = flags | CAREFUL_ONLY, NOTHING_AHEAD
         arguments = [heads, *pointers, verdicts, *values, k, n, chosen.columns, ahead, pause, flags]
         kernel.launch(clusters * chosen.cluster, 32 * chosen.warps, chosen.shared_bytes, arguments)
     # As torch does itself, so that autograd notices.

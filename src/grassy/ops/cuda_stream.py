@@ -1,8 +1,8 @@
 """The step of classes of 17 to 32 rows for which step.cu would need a cluster of thread blocks: three launches of
 stream.cu.
 
-They take classes that turn by less than a tenth of a radian. For the others `usual_steps` returns a verdict, and
-step.cu is launched after it.
+Classes that turn by about a radian or more, or are capped there, need more passes: on these `steps` returns a verdict,
+and step.cu is launched after it.
 """
 
 import ctypes
@@ -14,17 +14,17 @@ from torch import Tensor
 
 #: In the order in which they are launched.
 KERNELS = ("grams", "turns", "moves")
-#: Classes that are taken together: what lies between the launches, 22 KiB a class, is not to become large.
+#: Classes that are taken together: what lies between the launches, 26 KiB a class, is not to become large.
 AT_ONCE = 1024
-#: Of a class, in numbers of 4 bytes: 20 tiles of Gram matrices; three factors and the lengths of the rows.
-TILES, FACTORS = 20 * 128, 3 * 32**2 + 32
-#: Of a thread block: threads, and bytes of shared memory for the sums of four warps; eight matrices; split factors,
-#: lengths, and columns of four warps.
+#: Of a class, in numbers of 4 bytes: 20 tiles of Gram matrices; four factors.
+TILES, FACTORS = 20 * 128, 4 * 32**2
+#: Of a thread block: threads, and bytes of shared memory for the sums of four warps; nine matrices; split factors,
+#: marks of rows, and columns of four warps.
 STREAM_THREADS, TURN_THREADS = 128, 256
-SHARED = {"grams": 4 * 4 * TILES, "turns": 4 * 8 * 32**2, "moves": 4 * (24 * 256 + 32 + 4 * 2 * 32 * 36)}
+SHARED = {"grams": 4 * 4 * TILES, "turns": 4 * 9 * 32**2, "moves": 4 * (32 * 256 + 32 + 4 * 2 * 32 * 36)}
 
 
-def usual_steps(
+def steps(
     kernels: Sequence[Any],
     heads: ctypes.Structure,
     classes: int,
@@ -35,7 +35,7 @@ def usual_steps(
     n: int,
     flags: int,
 ) -> Tensor:
-    """Step the classes of all heads that turn but little; a verdict on each, 4 if it is left to step.cu.
+    """Step the classes of all heads; a verdict on each, AGAIN of launch.cuh if it is left to step.cu.
 
     like: a tensor on the device. pointers, values: learning rate, momentum, and the flag that skips a step or the
     largest angle, as step.cu takes them.
@@ -50,7 +50,7 @@ def usual_steps(
         sizes = [first, k, n, flags]
         arguments = [heads, momentum, skip, tiles, momentum_value, *sizes]
         grams.launch(blocks, STREAM_THREADS, SHARED["grams"], arguments)
-        arguments = [lr, skip, tiles, factors, verdicts, lr_value, max_angle, first, flags]
+        arguments = [heads, lr, skip, tiles, factors, verdicts, lr_value, max_angle, first, flags]
         turns.launch(blocks, TURN_THREADS, SHARED["turns"], arguments)
         arguments = [heads, momentum, skip, factors, verdicts, momentum_value, *sizes]
         moves.launch(blocks, STREAM_THREADS, SHARED["moves"], arguments)

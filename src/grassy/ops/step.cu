@@ -40,7 +40,7 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
      int pause, int flags) {
     __shared__ int verdict;
     if ((flags & CAN_SKIP) && *skip != 0) return;
-    if ((flags & UNUSUAL_ONLY) && verdicts[blockIdx.x / CLUSTER] != UNUSUAL) return;  // stream.cu did it
+    if ((flags & CAREFUL_ONLY) && verdicts[blockIdx.x / CLUSTER] != AGAIN) return;  // stream.cu did it
     const float rate = flags & LR_ON_DEVICE ? *lr_on_device : (float)lr_value;
     const float mu = flags & MOMENTUM_ON_DEVICE ? *momentum_on_device : (float)momentum_value;
     const bool has_momentum = flags & HAS_MOMENTUM, vectors = flags & VECTORS;

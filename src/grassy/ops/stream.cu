@@ -2,8 +2,8 @@
 // `moves`. The names are those of step.cu, which keeps such a class on the chip, and has to do with few warps for that.
 // Here W, D and M are read twice, but a block needs no other, and all of the GPU is busy with the same kind of work.
 //
-// That is for classes that `turns` finds usual: what is finite, has something to turn it, turns by less than a tenth of a
-// radian and is certainly not capped. The others are left to step.cu, which is launched after these three.
+// Classes that are to be treated with care, which needs more passes, are left to step.cu, which is launched after these
+// three.
 //
 // Compile with -DROWS=32, -DPAIRS=0, -DCLUSTER=1, -DWARPS=8, and the rest as for step.cu.
 
@@ -15,7 +15,6 @@
 #define STREAM 4    // warps of a block that streams
 #define RESIDENT 2  // such blocks that a multiprocessor holds: with more, there are too few registers
 #define STRIDE 36   // numbers between rows of 32 columns, so that no two lanes meet in a bank
-#define FACTORS (3 * MATRIX / 4 + 8)  // what `turns` leaves for `moves`, in fours: Y, V, X, and the squared lengths of W's rows
 static_assert(ROWS == 32 && WARPS == 8, "made for 32 rows");
 
 // What a block is given of its class.
@@ -109,120 +108,40 @@ grams(const __grid_constant__ Heads heads, const float* momentum_on_device, cons
     }
 }
 
-// A matrix in the registers of eight warps, as tensor cores leave it: entry e is in row 16 (warp/4) + lane/4 + 8 (e/2) and
-// column 8 (warp%4) + 2 (lane%4) + e%2.
-struct Shared {
-    float at[4];
-
-    // f(row, column, e), entry by entry.
-    template <typename F>
-    __device__ explicit Shared(F f) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            at[e] = f(16 * (warp / 4) + lane / 4 + e / 2 * 8, warp % 4 * 8 + lane % 4 * 2 + e % 2, e);
-    }
-};
-
-__device__ Shared entries(const float* matrix) {
-    return Shared([&](int r, int c, int) { return matrix[at(r, c)]; });
-}
-
-__device__ void keep(float* matrix, const Shared& x) {
-    Shared([&](int r, int c, int e) { return matrix[at(r, c)] = x.at[e]; });
-}
-
-// x y', in almost float32.
-__device__ Shared times_transposed(const float* x, const float* y) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    float sums[3][4] = {};
-#pragma unroll
-    for (int column = 2 * t; column < ROWS; column += 8) {
-        const float2 u = *(const float2*)(x + at(16 * (warp / 4) + g, column));
-        const float2 l = *(const float2*)(x + at(16 * (warp / 4) + g + 8, column));
-        const float2 v = *(const float2*)(y + at(warp % 4 * 8 + g, column));
-        const Split a0 = split(u.x), a1 = split(l.x), a2 = split(u.y), a3 = split(l.y), b0 = split(v.x), b1 = split(v.y);
-        mma_part<0>(false, sums[0], a0, a1, a2, a3, b0, b1);
-        mma_part<1>(false, sums[1], a0, a1, a2, a3, b0, b1);
-        mma_part<2>(false, sums[2], a0, a1, a2, a3, b0, b1);
-    }
-    return Shared([&](int, int, int e) { return sums[2][e] + (sums[0][e] + sums[1][e]); });
-}
-
-// From the Gram matrices to what W' and M' are made with, as `usual` of turn.cuh does it for fewer rows.
+// From the Gram matrices to what W' and M' are made with.
 extern "C" __global__ void __launch_bounds__(256, 4)
-turns(const float* lr_on_device, const float* skip, const float4* tiles, float4* factors, int* verdicts, double lr_value,
-      double max_angle, int first, int flags) {
+turns(const __grid_constant__ Heads heads, const float* lr_on_device, const float* skip, const float4* tiles,
+      float4* factors, int* verdicts, double lr_value, double max_angle, int first, int flags) {
     if ((flags & CAN_SKIP) && *skip != 0) return;
     const float rate = flags & LR_ON_DEVICE ? *lr_on_device : (float)lr_value;
-    const float largest = (float)max_angle, scale = rate * rate, limit = flags & CAPPED ? largest * largest : 1;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     auto matrix = [&](int i) { return (float*)shared4 + i * MATRIX; };
-    float *G = matrix(0), *O = matrix(1), *N = matrix(2), *T = matrix(3), *Tt = matrix(4), *A = matrix(5), *V = matrix(6);
-    float* sums = matrix(7);
+    const Matrices m = {matrix(0), matrix(1), matrix(2), matrix(3), matrix(4),
+                        matrix(5), matrix(6), matrix(7), matrix(8)};
     for (int i = threadIdx.x; i < TILES * 32; i += 256)
-        spread(i, tiles[(long long)blockIdx.x * TILES * 32 + i], 0, G, O, V, N);
+        spread(i, tiles[(long long)blockIdx.x * TILES * 32 + i], 0, m.G, m.U, m.V, m.C);
     __syncthreads();
-
-    const Shared g = entries(G), o = entries(O), n = entries(N);
-    const Shared row_length([&](int r, int, int) { return G[at(r, r)]; });
-    const Shared column_length([&](int, int c, int) { return G[at(c, c)]; });
-    auto here = [&](int e) { return row_length.at[e] != 0; };
-    auto both = [&](int e) { return here(e) && column_length.at[e] != 0; };
-    auto trace = [&](const Shared& x, float* sums) {  // of this warp's part
-        float sum = 0;
-        Shared([&](int r, int c, int e) { return sum += r == c ? x.at[e] : 0; });
-        sum = over_warp(sum, false);
-        if (lane == 0) sums[warp] = sum;
-    };
-
-    const Shared t([&](int, int, int e) { return here(e) ? o.at[e] * (2 - column_length.at[e]) : 0; });
-    keep(T, t);
-    Shared([&](int r, int c, int e) { return Tt[at(c, r)] = t.at[e]; });
-    trace(n, sums);
+    unsigned long long* counts = heads.counts[taken_by(heads, first + blockIdx.x).head];
+    const Verdict found = middle(m, rate, flags, (float)max_angle, false, true, counts);
+    if (threadIdx.x == 0) {
+        verdicts[first + blockIdx.x] = found;
+        if (found == SKIP) atomicAdd(counts, 1ull);
+    }
+    if (found == SKIP || found == AGAIN) return;
     __syncthreads();
-    const Shared to = times_transposed(T, O);
-    const Shared a([&](int, int, int e) { return both(e) ? n.at[e] - to.at[e] : 0; });
-    const Shared turn([&](int, int, int e) { return scale * a.at[e]; });  // of which the square is finite
-    keep(A, turn);
-    trace(a, sums + 8);
-    __syncthreads();
-    float length = 0, left = 0;
+    float4* mine = factors + (long long)blockIdx.x * MATRIX + threadIdx.x;
+    const float* made[4] = {m.Y, m.V, m.X, m.U};
 #pragma unroll
-    for (int i = 0; i < 8; i++) length += sums[i], left += sums[8 + i];
-    const float energy = fmaxf(left, 0.0f);
-    const bool finite = length - length == 0 && left - left == 0;
-    const bool small = scale * length <= 1 && scale * energy <= SMALL_TURN && scale * (energy + 1e-5f * length) < limit;
-    const bool usual = finite && length > 0 && small;
-    if (threadIdx.x == 0) verdicts[first + blockIdx.x] = usual ? MOVE : UNUSUAL;
-    if (!usual) return;
-
-    const Shared square = times_transposed(A, A);
-    const Shared v([&](int r, int c, int e) {
-        return both(e) ? -rate * ((r == c) + square.at[e] * (1 / 120.0f) - turn.at[e] * (1 / 6.0f)) : 0;
-    });
-    keep(V, v);
-    __syncthreads();
-    const Shared vt = times_transposed(V, Tt);
-    const Shared y([&](int r, int c, int e) {
-        const float cosine = square.at[e] * (1 / 24.0f) - 0.5f * turn.at[e];
-        return cosine - 0.5f * (g.at[e] - (here(e) && r == c)) - vt.at[e];
-    });
-    keep(O, y);
-    __syncthreads();
-    float4* mine = factors + (long long)blockIdx.x * FACTORS;
-    const float4 x = ((const float4*)T)[threadIdx.x];
-    mine[threadIdx.x] = ((const float4*)O)[threadIdx.x], mine[MATRIX / 4 + threadIdx.x] = ((const float4*)V)[threadIdx.x];
-    mine[MATRIX / 2 + threadIdx.x] = make_float4(-x.x, -x.y, -x.z, -x.w);
-    if (threadIdx.x < ROWS) ((float*)(mine + 3 * MATRIX / 4))[threadIdx.x] = G[at(threadIdx.x, threadIdx.x)];
+    for (int i = 0; i < 4; i++) mine[i * MATRIX / 4] = ((const float4*)made[i])[threadIdx.x];
 }
 
-// W' = W + Y W + V B and M' = B + X W of class first + blockIdx.x.
+// W' = W + Y W + V B and M' = B + X W + U B of class first + blockIdx.x.
 extern "C" __global__ void __launch_bounds__(32 * STREAM, RESIDENT)
 moves(const __grid_constant__ Heads heads, const float* momentum_on_device, const float* skip, const float4* factors,
       const int* verdicts, double momentum_value, int first, int k, int n, int flags) {
     if ((flags & CAN_SKIP) && *skip != 0) return;
-    if (verdicts[first + blockIdx.x] != MOVE) return;
+    const int verdict = verdicts[first + blockIdx.x];
+    if (verdict == SKIP || verdict == AGAIN) return;
+    const bool parallel = flags & PARALLEL;
     const Streamed of(heads, first + blockIdx.x, momentum_on_device, momentum_value, k, n, flags);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     float4 w[8], d[8], m[8];  // of four rows each, 32 columns
@@ -232,20 +151,19 @@ moves(const __grid_constant__ Heads heads, const float* momentum_on_device, cons
     };
     load(32 * warp);
 
-    // The factors, split, in the order in which tensor cores take them: 16 rows of [Y V; X 0] and 8 columns are a piece.
-    constexpr int PIECES = 24;
-    auto piece_of = [](int step, int tile) { return step < 4 ? 4 * step + tile : 16 + 2 * (step - 4) + tile; };
-    float4* pieces = shared4;  // [piece][high, low][lane]
-    float* lengths = (float*)(pieces + 64 * PIECES);
-    float* stages = lengths + ROWS;
+    // The factors, split, in the order in which tensor cores take them: 16 rows of [Y V; X U] and 8 columns are a piece.
+    constexpr int PIECES = 32;
+    float4* pieces = shared4;  // [step][tile][high, low][lane]
+    float* absent = (float*)(pieces + 64 * PIECES);
+    float* stages = absent + ROWS;
     float* stage = stages + warp * 2 * ROWS * STRIDE;  // 32 columns of W, and of B
-    const float4* given = factors + (long long)blockIdx.x * FACTORS;
-    for (int i = threadIdx.x; i < 3 * MATRIX / 4; i += 32 * STREAM) ((float4*)stages)[i] = given[i];
-    if (warp == 0) lengths[lane] = ((const float*)(given + 3 * MATRIX / 4))[lane];
+    const float4* given = factors + (long long)blockIdx.x * MATRIX;
+    for (int i = threadIdx.x; i < MATRIX; i += 32 * STREAM) ((float4*)stages)[i] = given[i];
     __syncthreads();
+    if (warp == 0) absent[lane] = stages[3 * MATRIX + at(lane, lane)];
     for (int piece = warp; piece < PIECES; piece += STREAM) {
-        const int step = piece < 16 ? piece / 4 : 4 + (piece - 16) / 2, tile = piece < 16 ? piece % 4 : piece % 2;
-        const float* part = stages + (tile >= 2 ? 2 : step >= 4 ? 1 : 0) * MATRIX;
+        const int step = piece / 4, tile = piece % 4;
+        const float* part = stages + ((tile >= 2) * 2 + (step >= 4)) * MATRIX;
         auto entry = [&](int e) {
             return split(part[at((16 * tile + g + (e & 1) * 8) % ROWS, (8 * step + t + (e & 2) * 2) % ROWS)]);
         };
@@ -275,22 +193,15 @@ moves(const __grid_constant__ Heads heads, const float* momentum_on_device, cons
             const Split left[4] = {split(v.x), split(v.y), split(v.z), split(v.w)};
             const Split right[4] = {split(u.x), split(u.y), split(u.z), split(u.w)};
 #pragma unroll
-            for (int tile = 0; tile < (step < 4 ? 4 : 2); tile++) {
-                const float4* piece = pieces + 64 * piece_of(step, tile) + lane;
+            for (int tile = 0; tile < 4; tile++) {
+                if (tile >= 2 && step >= 4 && !parallel) continue;
+                const float4* piece = pieces + 64 * (4 * step + tile) + lane;
                 const float4 high = piece[0], low = piece[32];
                 const Split f[4] = {{__float_as_uint(high.x), __float_as_uint(low.x)},
                                     {__float_as_uint(high.y), __float_as_uint(low.y)},
                                     {__float_as_uint(high.z), __float_as_uint(low.z)},
                                     {__float_as_uint(high.w), __float_as_uint(low.w)}};
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    mma_part<0>(step == 0, sums[tile][j], f[0], f[1], f[2], f[3], left[j], right[j]);
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    mma_part<1>(false, sums[tile][j], f[0], f[1], f[2], f[3], left[j], right[j]);
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    mma_part<2>(false, sums[tile][j], f[0], f[1], f[2], f[3], left[j], right[j]);
+                add_rows(step == 0, sums[tile], f, left, right);
             }
         }
 #pragma unroll
@@ -303,9 +214,9 @@ moves(const __grid_constant__ Heads heads, const float* momentum_on_device, cons
                 const int count = r < k ? min(n - column - offset, 4) : 0;
                 const long long at = (long long)r * n + column + offset;
                 if (tile < 2) {
-                    put_some(of.weight + at, v, count, of.vectors);
+                    if (verdict == MOVE) put_some(of.weight + at, v, count, of.vectors);
                 } else if (of.has_momentum) {
-                    if (lengths[r] == 0) v = make_float4(0, 0, 0, 0);  // absent, and to stay so exactly
+                    if (absent[r] == 1) v = make_float4(0, 0, 0, 0);  // and to stay so exactly
                     put_some(of.momentum + at, v, count, of.vectors);
                 }
             }

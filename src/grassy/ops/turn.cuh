@@ -237,12 +237,15 @@ __device__ Verdict usual(Matrices m, float rate, int flags, float max_angle, int
     const float scale = rate * rate, limit = flags & CAPPED ? max_angle * max_angle : 1;
     const Held turn([&](int, int, int j, int e) { return scale * a.at[j][e]; });  // of which the square is finite
     const Held square = times_transposed(turn, turn);
-    length = over_warp(length, false), left = over_warp(left, false);
+    float squares = 0;
+    Held([&](int r, int c, int j, int e) { return squares += r == c ? square.at[j][e] : 0; });
+    length = over_warp(length, false), left = over_warp(left, false), squares = over_warp(squares, false);
     const float energy = fmaxf(left, 0.0f);
     const bool moves = __any_sync(0xffffffffu, last_moves) && (!paired || __any_sync(0xffffffffu, first_moves));
     const bool finite = length - length == 0 && left - left == 0;
     // The length of H may be off by the rounding of that of B.
-    const bool small = scale * length <= 1 && scale * energy <= SMALL_TURN && scale * (energy + 1e-5f * length) < limit;
+    const bool small = scale * length <= 1 && squares <= SMALL_TURN * SMALL_TURN &&
+                       scale * (energy + 1e-5f * length) < limit;
     if (!(finite && moves && small)) return UNUSUAL;
 
     auto cosine = [&](int j, int e) { return square.at[j][e] * (1 / 24.0f) - 0.5f * turn.at[j][e]; };
