@@ -120,7 +120,7 @@ def step(result: Result, images: Path) -> list[str]:
             else ""
         )
         + (
-            " A class that turns by 0.3 radians in a step, three times what takes the shortest way through the "
+            " A class that turns by 0.3 radians in a step, too far for the shortest way through the "
             f"kernels, takes {between(far, '.2f')} times the floor."
             if far
             else ""

@@ -20,7 +20,7 @@ from benchmarks.gpu import captured, copy_bandwidth, machine, medians, medians_i
 from grassy import geometry, ops
 
 LR, MOMENTUM = 1e-4, 0.9  # small, so that the subspaces stay where the gradient still points elsewhere
-FAR = 0.3  # radians by which a class turns, in all: three times what takes the shortest way through the kernels
+FAR = 0.3  # radians by which a class turns, in all: too far for the shortest way through the kernels
 SHAPES = (
     *((1000, k, 2048) for k in (1, 2, 4, 8, 16, 32)),
     (1000, 8, 768),
