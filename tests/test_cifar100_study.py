@@ -11,7 +11,20 @@ import pytest
 import torch
 from experiments.cifar100 import answer, measure, run
 from experiments.cifar100.claims import NOT_YET, Interval, Part, Study, difference, slope, verdict
-from experiments.cifar100.plan import BOTH, FINAL, HEADS, ROWS, TUNE, VARIANTS, contestants, plan, read, seconds, tune
+from experiments.cifar100.plan import (
+    FINAL,
+    FIVE_SEEDS,
+    HEADS,
+    ROWS,
+    TUNE,
+    VARIANTS,
+    choose,
+    plan,
+    read,
+    seconds,
+    to_do,
+    tune,
+)
 
 from grassy.training import features
 from grassy.training.feature_models import open_model
@@ -42,6 +55,7 @@ def invented(jobs, lines, top1, **more):
     for job in jobs:
         if job.base and job.key not in lines:
             facts = {"stage": job.stage, "row": job.row, "number": job.number, "device": "cpu", "seconds": 1.0}
+            facts["settings"] = job.settings
             lines[job.key] = {"key": job.key, **facts, "top1": top1(job), "transfer_cv": {"cifar10": 60.0}, **more}
     return lines
 
@@ -190,60 +204,58 @@ def test_a_line_cut_short_by_a_crash_is_ignored_and_left_alone(tmp_path):
 def test_every_head_has_eight_different_trials_and_every_row_its_seeds():
     lines = all_invented()
     jobs = plan(lines)
-    assert len({job.key for job in jobs}) == len(jobs)
-    assert set(ROWS) == {*HEADS, *VARIANTS, BOTH}
+    assert set(ROWS) == {*HEADS, *VARIANTS}
     for name in HEADS:
-        assert sum((job.stage, job.row) == (TUNE, name) for job in jobs) == 8
+        keys = [job.key for job in jobs if (job.stage, job.row) == (TUNE, name)]
+        assert len(keys) == len(set(keys)) == 8
     for row in ROWS:
-        if row == BOTH:  # the contestant is in a row of its head
-            assert not any(job.row == row for job in jobs)
-            continue
         seeds = [job.recipe.seed for job in jobs if (job.stage, job.row) == (FINAL, row)]
-        assert seeds[:3] == [100, 101, 102]
-        assert len(seeds) in (3, 5)
+        assert seeds == list(range(100, 105 if row in FIVE_SEEDS else 103))
+
+
+def test_the_same_settings_in_two_rows_are_one_run():
+    def top1(job):  # the third long trial has the settings of a row of its own
+        right = {"grassmann-16-std": 6, "grassmann-long": 3}.get(job.row, job.number)
+        return 60 if job.number == right else 55
+
+    lines = {key: line for key, line in all_invented(top1).items() if line["stage"] == TUNE}
+    jobs = {(job.row, job.number): job for job in plan(lines)}
+    assert jobs["grassmann-16-std", 100].key == jobs["grassmann-long", 100].key
+    left = [(job.row, job.number) for job in to_do(plan(lines), lines)]
+    assert ("grassmann-long", 100) in left
+    assert ("grassmann-16-std", 100) not in left
 
 
 def test_settings_are_chosen_by_the_held_out_score_alone():
     def top1(job):
         right = job.recipe.lr == 0.2 and job.recipe.weight_decay == 1e-3
-        return (
-            60 + 5 * right + 2 * (job.recipe.head.get("gamma") == 20) + (job.row in ("softmax-std", "grassmann-8-std"))
-        )
+        return 60 + 5 * right + 2 * (job.recipe.head.get("gamma") == 20)
 
     jobs = plan(all_invented(top1))
     final = {job.row: job for job in jobs if job.stage == FINAL}
-    assert all(job.recipe.lr == 0.2 for row, job in final.items() if not row.endswith("-beyond"))
+    assert all(job.recipe.lr == 0.2 for row, job in final.items() if not row.endswith(("-beyond", "grassmann-long")))
     assert final["grassmann-32"].recipe.head == {"name": "grassmann", "k": 32, "gamma": 20}
     assert final["finetune-all"].start.row == "softmax"
-    assert sum((job.stage, job.row) == (FINAL, "softmax-std") for job in jobs) == 5  # a contestant
-    assert all(job.recipe.epochs == (20 if job.stage == TUNE else 60) for job in jobs)
+    assert all(job.recipe.epochs == (20 if job.stage == TUNE and not job.row.endswith("-long") else 60) for job in jobs)
 
 
-def test_a_contestant_may_lose_half_a_point_for_transfer():
-    std = "grassmann-8-std"
-    scores = {("softmax-std", 1): 71, ("grassmann-8", 1): 73, (std, 1): 72.9, (std, 2): 72.6, (std, 3): 72.0}
-    features = {(std, 1): 61.0, (std, 2): 64.0, (std, 3): 70.0}
-    lines = all_invented(lambda job: scores.get((job.row, job.number), 70))
-    lines = {key: line for key, line in lines.items() if line["stage"] == TUNE}
+def test_the_grassmann_contestant_is_the_one_closest_to_the_goal_in_both():
+    scores = {1: (73.0, 62.0), 2: (72.4, 63.2), 3: (72.6, 65.0), 4: (70.0, 70.0)}
+    lines = {key: line for key, line in all_invented(lambda job: 70.0).items() if line["stage"] == TUNE}
     for line in lines.values():
-        line["transfer_cv"] = {"cifar10": features.get((line["row"], line["number"]), 60.0)}
-
-    found, jobs = contestants(tune(lines), lines), plan(lines)
-    assert list(found) == ["softmax-std", BOTH]
-    assert (found[BOTH].row, found[BOTH].number) == (std, 2)  # the third has the best features, but not the accuracy
-    both = [job for job in jobs if job.row == BOTH]
-    assert [job.recipe.seed for job in both] == [100, 101, 102, 103, 104]
-    assert all(job.recipe.head["gamma"] == found[BOTH].recipe.head["gamma"] for job in both)
-    assert sum((job.stage, job.row) == (FINAL, std) for job in jobs) == 3
-
-    first = next(key for key, line in lines.items() if (line["row"], line["number"]) == (std, 1))
-    lines[first]["transfer_cv"] = {"cifar10": 65.0}
-    assert list(contestants(tune(lines), lines)) == ["softmax-std", std]
-    assert not any(job.row == BOTH for job in plan(lines))
-    assert sum((job.stage, job.row) == (FINAL, std) for job in plan(lines)) == 5
-    del lines[first]
-    assert contestants(tune(lines), lines) == {}  # not before all is known
-    assert sum(job.row == BOTH for job in plan(lines)) == 5
+        if line["row"] == "softmax-long":
+            line["top1"], line["transfer_cv"] = 72.0 if line["number"] == 5 else 71.0, {"cifar10": 60.0}
+        if line["row"] == "grassmann-long":
+            line["top1"], cifar10 = scores.get(line["number"], (60.0, 60.0))
+            line["transfer_cv"] = {"cifar10": cifar10}
+    found = choose(tune(lines), lines)
+    assert found["softmax-long"].number == 5
+    assert found["grassmann-long"].number == 3  # leads of 0.6 and 5: more than the goal in both, as none of the others
+    third = next(key for key, line in lines.items() if (line["row"], line["number"]) == ("grassmann-long", 3))
+    lines[third]["transfer_cv"] = {"cifar10": 61.0}
+    assert choose(tune(lines), lines)["grassmann-long"].number == 2  # 0.4 of 0.5 is better than 2 of 3, and 1 of 3
+    del lines[next(key for key, line in lines.items() if line["row"] == "softmax-long")]
+    assert choose(tune(lines), lines)["grassmann-long"] is None  # not before all is known
 
 
 def test_the_held_out_images_are_a_tenth_of_every_class():
@@ -337,8 +349,10 @@ def test_a_claim_is_decided_by_the_runs(tmp_path):
     found = answer.claims_table(study).splitlines()[2:]
     assert [line.split("**")[1] for line in found[:3]] == ["holds", "holds", "holds"]
     assert "does not hold" not in found[3]  # nothing grows: neither holds nor fails
-    assert "**reached**" in answer.goal(study)
-    assert "**not reached**" in answer.goal(Study(lines_with(lambda line: 60)))
+    assert answer.goal(study).count("**reached**") == 2
+    assert answer.goal(Study(lines_with(lambda line: 60))).count("**not reached**") == 2
+    fewer = Study({key: line for key, line in study.lines.items() if line["number"] != 104})
+    assert answer.goal(fewer).count(f"**{NOT_YET}**") == 2
     assert "grassy train cifar100-resnet18-grassmann head.gamma=12 lr=0.1 weight_decay=0.001" in answer.settings_table(
         study
     )
