@@ -78,8 +78,8 @@ _GRASSMANN_LONG = (
     *_options("head.gamma", "lr", "weight_decay", values=[(20, 0.1, 2e-3), (25, 0.05, 4e-3)]),
     *({**_STANDARD, **each} for each in _options(
         "head.k", "head.gamma", "lr", "weight_decay",
-        values=[(16, 16, 0.1, 2e-3), (16, 16, 0.05, 4e-3), (16, 20, 0.1, 1e-3), (16, 20, 0.05, 4e-3),
-                (32, 20, 0.05, 4e-3)])),
+        values=[(16, 16, 0.1, 1e-3), (16, 16, 0.1, 2e-3), (16, 16, 0.05, 4e-3), (16, 20, 0.1, 1e-3),
+                (32, 20, 0.1, 2e-3)])),
     {**_STANDARD, "direction": "spectral", "head.gamma": 20, "head_lr": 0.02, "lr": 0.1, "weight_decay": 2e-3},
 )  # fmt: skip
 _PREFIX = "cifar100-resnet18-"
