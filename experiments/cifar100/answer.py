@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.cifar100.claims import NOT_YET, UNITS, Study, claims, verdict
+from experiments.cifar100.claims import FEWEST, NOT_YET, UNITS, Study, claims, verdict
 from experiments.cifar100.plan import CONTESTANTS, FIRST_CONTESTANTS, GOAL, HEADS, KS, SETS, TUNE, VARIANTS, Job, read
 
 ROOT = Path(__file__).parent.parent.parent
@@ -117,10 +117,25 @@ def settings_table(study: Study) -> str:
 
 
 def summary(study: Study) -> str:
-    """For the README."""
-    names = ["softmax", "grassmann-8", "grassmann-32", *CONTESTANTS]
-    rows = [[name, *(study.show(name, metric) for metric in ("top1", "variability", "transfer"))] for name in names]
+    """For the README: some rows, as far as they are run, by what their heads are."""
+    names = ["softmax", "softmax-std", "grassmann-8", "grassmann-32", "grassmann-16-std", "grassmann-8-beyond"]
+    metrics = {"top1": 2, "variability": 1, "transfer": 2}
+    found = {study.jobs[name].key: name for name in [*names, *CONTESTANTS] if len(study.runs[name]) >= FEWEST}
+    rows = [
+        [described(study.jobs[name]), *(study.show(name, metric, digits) for metric, digits in metrics.items())]
+        for name in found.values()
+    ]
     return table(["", "top-1", "variability, °", "linear transfer, mean of 3 data sets"], rows)
+
+
+def described(job: Job) -> str:
+    """The head of a run, for readers who do not know the names of the rows."""
+    assert job.recipe is not None
+    head, decay = job.recipe.head, f"weight decay {job.recipe.weight_decay:g}"
+    words = [f"subspaces, k = {head['k']}, γ = {head['gamma']:g}"] if head["name"] == "grassmann" else ["softmax"]
+    words += ["standardised features"] if head.get("standardize") else []
+    words += ["spectral steps"] if job.recipe.direction == "spectral" else []
+    return ", ".join([*words, decay])
 
 
 def about(study: Study) -> str:
