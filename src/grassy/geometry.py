@@ -13,28 +13,60 @@ Formulas: Edelman, Arias, Smith 1998 (EAS); Bendokat, Zimmermann, Absil 2024 (BZ
 
 import functools
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[None]:
-    """Within this, products are taken in the precision of their operands: geometry does not survive autocast."""
+    """Within this, autocast is off for the device of the tensor."""
     kind = tensor.device.type
     return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)  # type: ignore[return-value]
 
 
+def exact_products(tensor: Tensor) -> AbstractContextManager[None]:
+    """Within this, products are taken in the precision of their operands: geometry survives neither autocast nor TF32.
+
+    Compiled code keeps the precision of products that it was compiled with.
+    """
+    return without_autocast(tensor) if torch.compiler.is_compiling() else _exact_products(tensor)
+
+
+@contextmanager
+def _exact_products(tensor: Tensor) -> Iterator[None]:
+    """Two interfaces set how products of float32 are taken, an older one for all of them and a newer one for each kind.
+    The older one refuses to answer if the newer one has been used.
+    """
+    kinds = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [kind.fp32_precision for kind in kinds]
+    try:
+        of_all = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        of_all = "highest"  # as far as the older one knows, since the newer one is in use
+    reduced = of_all != "highest" or any(each not in ("none", "ieee") for each in before)
+    try:
+        if reduced:
+            torch.set_float32_matmul_precision("highest")
+        with without_autocast(tensor):
+            yield
+    finally:
+        if reduced:
+            torch.set_float32_matmul_precision(of_all)
+            for kind, each in zip(kinds, before, strict=True):
+                kind.fp32_precision = each
+
+
 def _in_full_precision(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compute in float32 when given half precision, under autocast too, and return the precision that was given."""
+    """Compute in float32 when given half precision, and return that; all products are exact ones."""
 
     @functools.wraps(function)
     def wrapped(*args, **kwargs):  # type: ignore[no-untyped-def]
         first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         if not first.is_floating_point():
             raise TypeError(f"{function.__name__}: subspaces must be floating point tensors, got {first.dtype}")
-        with without_autocast(first):
+        with exact_products(first):
             if first.dtype not in (torch.float16, torch.bfloat16):
                 return function(*args, **kwargs)
             args = tuple(a.float() if isinstance(a, Tensor) else a for a in args)
@@ -64,7 +96,7 @@ def random_subspace(
         raise ValueError(f"random_subspace: need 1 <= k <= n, got shape (*batch, k, n) = {shape}")
     exact = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     gaussian = torch.randn(shape, generator=generator, dtype=exact, device=device)
-    with without_autocast(gaussian):
+    with exact_products(gaussian):
         return _qf(gaussian).to(dtype or exact)
 
 
@@ -76,7 +108,7 @@ def present_rows(weight: Tensor) -> Tensor:
 def orthonormality_error(weight: Tensor) -> Tensor:
     """The largest entry of |W Wᵀ − diag(present)| over all subspaces: 0 on the manifold."""
     weight = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
-    with without_autocast(weight):
+    with exact_products(weight):
         return (gram(weight) - torch.diag_embed(present_rows(weight).to(weight.dtype))).abs().amax()
 
 

@@ -250,7 +250,7 @@ def geodesic_steps(
     for together in _launches(heads, impl, retraction):
         weight = weights[together[0]]
         rates = (_for_device(lr, weight), _for_device(momentum, weight))
-        with geometry.without_autocast(weight):
+        with geometry.exact_products(weight):
             name = "cuda" if len(together) > 1 else choose(impl, weight)
             totals = None if counts is None else [counts[i] for i in together]
             if name == "cuda":

@@ -98,7 +98,7 @@ def _polar_factor(m: Tensor) -> Tensor:
 
     Aligned bases are nowhere more than 90° apart, so no singular value is below 1/√2, and six iterations converge.
     """
-    with geometry.without_autocast(m):
+    with geometry.exact_products(m):
         for _ in range(6):
             m = 1.5 * m - 0.5 * (m @ m.mT) @ m
     return m
