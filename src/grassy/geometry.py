@@ -39,7 +39,7 @@ def _exact_products(tensor: Tensor) -> Iterator[None]:
     """Two interfaces set how products of float32 are taken, an older one for all of them and a newer one for each kind.
     The older one refuses to answer if the newer one has been used.
     """
-    kinds = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    kinds = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [kind.fp32_precision for kind in kinds]
     try:
         of_all = torch.get_float32_matmul_precision()

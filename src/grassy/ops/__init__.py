@@ -16,7 +16,7 @@ from torch import Tensor
 from grassy import geometry
 from grassy.ops import cross_entropy as fused_loss
 from grassy.ops import logits as fused_logits
-from grassy.ops import native
+from grassy.ops import native, step_operator
 from grassy.ops.reference import autocasts, unit
 from grassy.ops.reference import subspace_logits as reference_logits
 
@@ -239,13 +239,17 @@ def geodesic_steps(
             )
     options: dict[str, Any] = {"retraction": retraction, "transport": transport}
     options |= {"max_angle": max_angle, "maximize": maximize}
+    if torch.compiler.is_compiling():
+        counts = counts or [_no_counts(weight) for weight in weights]
+        options |= {"direction": direction, "skip": skip, "impl": impl}
+        step_operator.geodesic_steps(weights, grads, momentum_buffers, counts, lr, momentum, **options)
+        return [StepCounts(*each) for each in counts]
     if direction == "spectral":
         options["direction"], impl = direction, "reference"
     if skip is not None and skip.device.type != "cpu":
         options["skip"] = skip
     elif skip is not None and bool(skip != 0):
-        counts = counts or [torch.zeros(2, dtype=torch.int64, device=weight.device) for weight in weights]
-        return [StepCounts(*each) for each in counts]
+        return [StepCounts(*each) for each in counts or map(_no_counts, weights)]
     found: dict[int, StepCounts] = {}
     for together in _launches(heads, impl, retraction):
         weight = weights[together[0]]
@@ -265,6 +269,10 @@ def geodesic_steps(
                     now = [totals[0].add_(torch.stack(now[0]))]
         found |= {i: StepCounts(*each) for i, each in zip(together, now, strict=True)}
     return [found[i] for i in range(len(heads))]
+
+
+def _no_counts(weight: Tensor) -> Tensor:
+    return torch.zeros(2, dtype=torch.int64, device=weight.device)
 
 
 def _check_step(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None) -> None:
