@@ -50,6 +50,33 @@ def test_scaled_gradients_give_the_same_steps():
     assert torch.allclose(plain[3].weight, scaled[3].weight, atol=1e-6)
 
 
+@pytest.mark.parametrize("unscale", [False, True])
+def test_with_a_fused_base_the_grad_scaler_hands_over_its_scale_and_flag(unscale):
+    plain, scaled = a_model(), a_model()
+    options = {"base": "adamw", "lr": 0.01, "fused": True}
+    train(plain, grassy.make_optimizer(plain, **options), range(3))
+    optimizer, scaler = grassy.make_optimizer(scaled, **options), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    assert optimizer._step_supports_amp_scaling
+    assert not grassy.make_optimizer(a_model(), "sgd", lr=0.1)._step_supports_amp_scaling
+    for step in (0, 1, 1, 2):
+        optimizer.zero_grad()
+        scaler.scale(grassy.classification_loss(scaled, *data(step))).backward()
+        before = [p.detach().clone() for p in scaled.parameters()]
+        if poisoned := step == 1 and scaler.get_scale() == 1024.0:
+            scaled[3].weight.grad[0, 0, 0] = float("inf")
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        same = [torch.equal(p, q) for p, q in zip(scaled.parameters(), before, strict=True)]
+        assert same == [poisoned] * len(same)
+    assert scaler.get_scale() == 512.0
+    assert not hasattr(optimizer.riemannian, "found_inf")
+    assert optimizer.skipped_classes == 0
+    for p, q in zip(plain.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
+
+
 def test_clipping_uses_the_riemannian_norm_of_subspaces():
     model = a_model().double()
     grassy.classification_loss(model, data(0)[0].double(), data(0)[1]).backward()

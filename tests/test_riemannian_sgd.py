@@ -272,6 +272,29 @@ def test_gradients_and_momentum_may_be_bfloat16():
     assert g.orthonormality_error(rough) < 1e-6
 
 
+def test_the_optimizer_keeps_its_momentum_in_bfloat16_if_asked_to():
+    w = g.random_subspace(5, 3, 40)
+    parameters = [torch.nn.Parameter(w.clone()) for _ in range(3)]
+    optimizers = [grassy.RiemannianSGD([p], lr=0.05, bfloat16_momentum=i > 0) for i, p in enumerate(parameters)]
+    for step in range(20):
+        if step == 10:  # the third goes on from a checkpoint
+            saved = io.BytesIO()
+            torch.save(optimizers[1].state_dict(), saved)
+            saved.seek(0)
+            parameters[2].data.copy_(parameters[1].data)
+            optimizers[2].load_state_dict(torch.load(saved, weights_only=True))
+        grad = torch.randn_like(w)
+        for p, optimizer in zip(parameters, optimizers, strict=True):
+            p.grad = grad.clone()
+            optimizer.step()
+    buffers = [o.state[p]["momentum_buffer"] for p, o in zip(parameters, optimizers, strict=True)]
+    assert [buffer.dtype for buffer in buffers] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    assert torch.equal(parameters[1], parameters[2])
+    assert torch.equal(buffers[1], buffers[2])
+    assert 0 < float(g.distance(parameters[0].detach(), parameters[1].detach()).max()) < 0.05
+    assert g.orthonormality_error(parameters[1].detach()) < 1e-6
+
+
 def test_learning_rate_and_momentum_may_be_tensors():
     w, d = g.random_subspace(5, 4, 16), torch.randn(5, 4, 16)
     results = []

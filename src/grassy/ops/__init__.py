@@ -246,14 +246,14 @@ def geodesic_steps(
         return [StepCounts(*each) for each in counts]
     if direction == "spectral":
         options["direction"], impl = direction, "reference"
-    if skip is not None and skip.device.type != "cpu":
-        options["skip"] = skip
-    elif skip is not None and bool(skip != 0):
+    if skip is not None and skip.device.type == "cpu" and bool(skip != 0):
         return [StepCounts(*each) for each in counts or map(_no_counts, weights)]
     found: dict[int, StepCounts] = {}
     for together in _launches(heads, impl, retraction):
         weight = weights[together[0]]
         rates = (_for_device(lr, weight), _for_device(momentum, weight))
+        if skip is not None and skip.device.type != "cpu":
+            options["skip"] = skip.to(weight.device, non_blocking=True)
         with geometry.exact_products(weight):
             name = "cuda" if len(together) > 1 else choose(impl, weight)
             totals = None if counts is None else [counts[i] for i in together]

@@ -33,6 +33,7 @@ def make_optimizer(
     transport: str = "projection",
     max_angle: float | None = None,
     direction: str = "gradient",
+    bfloat16_momentum: bool = False,
     weight_decay: float = 0.0,
     decay_all: bool = False,
     layer_decay: float | None = None,
@@ -48,7 +49,7 @@ def make_optimizer(
         subspaces are not decayed.
     decay_all: decay everything but the subspaces, as plain torch optimizers do.
     layer_decay: the learning rate of each earlier layer group of a timm model is lower by this factor.
-    retraction, transport, max_angle, direction: see `RiemannianSGD`.
+    retraction, transport, max_angle, direction, bfloat16_momentum (of the subspaces): see `RiemannianSGD`.
 
     Each group has a key "manifold", "euclidean" or "grassmann". Schedulers that multiply keep head_lr/lr constant.
     OneCycleLR's max_lr takes one value a group; timm's warmup_lr_init and lr_min are one number for all groups.
@@ -73,7 +74,7 @@ def make_optimizer(
             head_lr = SPECTRAL_LR if direction == "spectral" else head_lr
         maximize = base_options.get("maximize", False)
         riemannian = RiemannianSGD(
-            trainable, head_lr, head_momentum, retraction, transport, max_angle, maximize, direction
+            trainable, head_lr, head_momentum, retraction, transport, max_angle, maximize, direction, bfloat16_momentum
         )
     groups = _euclidean_groups(model, {id(p) for p in subspaces.values()}, lr, weight_decay, decay_all, layer_decay)
     euclidean = None
@@ -123,9 +124,22 @@ class JointOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        given = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
         for part, _ in self._parts():
-            part.step()
+            vars(part).update(given)
+            try:
+                part.step()
+            finally:
+                for name in given:
+                    delattr(part, name)
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a GradScaler asks: whether to hand over its scale and flag, `grad_scale` and `found_inf`, and not to
+        wait for the flag. The other part can do with them if it is fused.
+        """
+        return all(getattr(part, "_step_supports_amp_scaling", False) for part, _ in self._parts())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; it is Euclidean unless it says {"manifold": "grassmann"}."""

@@ -26,10 +26,16 @@ class RiemannianSGD(Optimizer):
     maximize: ascend instead.
     direction: "gradient" as in the paper; with "spectral" every principal direction of a class turns by the same angle,
         whatever the size of its gradient, and `lr` is that angle, in radians: 0.01 to 0.05, say.
+    bfloat16_momentum: keep the momentum in bfloat16, half the memory: for very many classes.
+
+    A GradScaler has its flag and its scale read on the device, so that a step never waits for them.
 
     Weight decay would mean nothing, since a subspace has no scale. Classes whose gradient is not finite are left as
     they are and counted in `skipped_classes`.
     """
+
+    #: What a GradScaler asks: `grad_scale` and `found_inf` are set by it, and heeded by the step.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -41,6 +47,7 @@ class RiemannianSGD(Optimizer):
         max_angle: float | None = None,
         maximize: bool = False,
         direction: str = "gradient",
+        bfloat16_momentum: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -50,6 +57,7 @@ class RiemannianSGD(Optimizer):
             "max_angle": max_angle,
             "maximize": maximize,
             "direction": direction,
+            "bfloat16_momentum": bfloat16_momentum,
         }
         super().__init__(params, defaults)
 
@@ -70,6 +78,7 @@ class RiemannianSGD(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if any(p.grad.is_sparse for p in params):
@@ -77,7 +86,10 @@ class RiemannianSGD(Optimizer):
             for p in params:
                 state = self.state[p]
                 if group["momentum"] and "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                    dtype = torch.bfloat16 if group["bfloat16_momentum"] else p.dtype
+                    state["momentum_buffer"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+                if grad_scale is not None:  # in place, as the fused optimizers of torch do it
+                    p.grad.div_(grad_scale.to(p.device, non_blocking=True))
             ops.geodesic_steps(
                 params,
                 [p.grad for p in params],
@@ -89,6 +101,7 @@ class RiemannianSGD(Optimizer):
                 max_angle=group["max_angle"],
                 maximize=group["maximize"],
                 direction=group["direction"],
+                skip=found_inf,
                 counts=[_counts(self.state[p], p.device) for p in params],
             )
         return loss
@@ -97,11 +110,14 @@ class RiemannianSGD(Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("direction", "gradient")  # of a state saved before there was a choice
+            group.setdefault("bfloat16_momentum", False)
             for own in (self.state[p] for p in group["params"] if p in self.state):
                 if "skipped_classes" in own:  # of one saved before both were one tensor
                     own["counts"] = torch.stack([own.pop("skipped_classes"), own.pop("capped_classes")])
                 if "counts" in own:  # load_state_dict casts tensors to the parameter's dtype
                     own["counts"] = own["counts"].to(torch.int64)
+                if "momentum_buffer" in own and group["bfloat16_momentum"]:
+                    own["momentum_buffer"] = own["momentum_buffer"].bfloat16()
 
     @property
     def skipped_classes(self) -> int:

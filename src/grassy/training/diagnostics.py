@@ -47,6 +47,7 @@ def largest_turn(optimizer: JointOptimizer) -> float:
             if tangent is None and p.grad is not None:
                 tangent = geometry.project(p, p.grad)
             if tangent is not None:
+                tangent = tangent.to(p.dtype)
                 with geometry.exact_products(tangent):
                     speed = torch.linalg.eigvalsh(tangent @ tangent.mT)[..., -1].amax().clamp_min(0).sqrt()
                 if group["direction"] == "spectral":
