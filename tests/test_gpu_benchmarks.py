@@ -116,19 +116,29 @@ def results():
 def test_the_page_is_written_from_all_results(tmp_path, monkeypatch):
     for name, result in results().items():
         (tmp_path / f"{name}_gpu.json").write_text(json.dumps(result))
+    factorised = {
+        "classes": 5,
+        "n": 9,
+        "k": 2,
+        "step_ms": 2.0,
+        "ms": {"svd": 5.0, "qr": 3.0},
+        "implementation": "native",
+    }
+    (tmp_path / "svd_qr_cpu.json").write_text(json.dumps({**FACTS, "rows": [factorised]}))
     output = tmp_path / "docs" / "performance.md"
     monkeypatch.setattr(sys, "argv", ["page", "--results", str(tmp_path), "--output", str(output)])
     performance_page.main()
     text = output.read_text()
     assert "no results" not in text
-    assert text.count("on Some GPU, torch 2.11, grassy 0.1.0, 2026-01-02.") == 6
+    assert text.count("on Some GPU, torch 2.11, grassy 0.1.0, 2026-01-02.") == 7
+    assert "| 5 x 9 x 2 | 2.5 | 1.5 | native |" in text
     assert max(len(line) for line in text.splitlines() if line[:1] != "|") <= 120
     step = "takes 2.00 times as long", "| 1,000 x 4 x 2,048 | 40.0 | 45.0 | 80.0 |"
     others = "640 TFLOP/s", "1.25 times 40.0 ms", "| 35 % |", "1.8e-07", "| 23.2 | 70.9 |", "vgg13_bn:32"
     for piece in (*step, *others):
         assert piece in " ".join(text.split()), piece
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
-    assert len(tables) == 6
+    assert len(tables) == 7
     for table in tables:
         assert len({line.count("|") for line in table.splitlines()}) == 1
     pictures = re.findall(r"\]\((images/[^)]+)\)", text)
@@ -139,5 +149,5 @@ def test_the_page_is_written_from_all_results(tmp_path, monkeypatch):
 def test_a_missing_result_gets_a_sentence(tmp_path):
     (tmp_path / "step_gpu.json").write_text(json.dumps(step_results()))
     text = performance_page.page(tmp_path, tmp_path)
-    assert text.count("There are no results yet") == 5
+    assert text.count("There are no results yet") == 6
     assert "`python -m benchmarks.iteration`" in text

@@ -273,6 +273,12 @@ def test_heads_that_are_alike_are_launched_together(monkeypatch):
     launched.clear()
     ops.geodesic_steps(weights[:1] * 2, momenta[:1] * 2, momenta[:1] * 2, 0.1)
     assert launched == [[1], [1]]  # one weight, two steps
+    for k, together in ((2, [[5], [5]]), (3, [[5, 5]])):  # of small k, large heads take the other kernel, one by one
+        large = [g.random_subspace(5, k, 8) for _ in range(2)]
+        monkeypatch.setattr(ops, "SMALL_HEAD", 5 * k * 8 - 1)
+        launched.clear()
+        ops.geodesic_steps(large, [torch.zeros_like(w) for w in large], [None, None], 0.1)
+        assert launched == together
 
 
 @pytest.mark.parametrize(

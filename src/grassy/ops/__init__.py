@@ -26,8 +26,9 @@ DIRECTIONS = ("gradient", "spectral")
 
 #: In which file each implementation is; loaded when it is first used.
 _IMPLEMENTATIONS = {"reference": "reference", "native": "native", "triton": "triton_step", "cuda": "cuda_step"}
-#: Up to this K the kernel in Triton comes before the one in CUDA C++.
-SMALL_K = 2
+#: Up to this K the kernel in Triton comes before the one in CUDA C++, unless there are several heads of at most so many
+#: numbers: then launches are what takes time.
+SMALL_K, SMALL_HEAD = 2, 2**16
 #: Found out once: torch.compile cannot look for modules.
 _TRITON = importlib.util.find_spec("triton") is not None
 
@@ -315,6 +316,8 @@ def _launches(heads: Sequence[Head], impl: str, retraction: str) -> list[list[in
     for numbers in alike.values():
         first = next((heads[i][0] for i in numbers if heads[i][0].numel()), heads[numbers[0]][0])
         one_by_one = len(numbers) == 1 or impl not in ("auto", "cuda") or retraction != "geodesic"
+        if impl == "auto" and first.shape[-2] <= SMALL_K:
+            one_by_one = one_by_one or max(heads[i][0].numel() for i in numbers) > SMALL_HEAD
         if one_by_one or _impossible("cuda", first):
             launches += [[i] for i in numbers]
         else:

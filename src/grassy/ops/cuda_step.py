@@ -206,7 +206,7 @@ def geodesic_steps(
         if _streamed(chosen):
             kernels = _stream_kernels(*types, weight.device)
             verdicts = cuda_stream.steps(kernels, heads, clusters, weight, pointers, values, k, n, flags)
-            flags, ahead = flags | CAREFUL_ONLY, NOTHING_AHEAD
+            flags, ahead, pause = flags | CAREFUL_ONLY, NOTHING_AHEAD, 0
         arguments = [heads, *pointers, verdicts, *values, k, n, chosen.columns, ahead, pause, flags]
         kernel.launch(clusters * chosen.cluster, 32 * chosen.warps, chosen.shared_bytes, arguments)
     # As torch does itself, so that autograd notices.

@@ -1,8 +1,8 @@
 """The step of classes of 17 to 32 rows for which step.cu would need a cluster of thread blocks: three launches of
 stream.cu.
 
-Classes that turn by about a radian or more, or are capped there, need more passes: on these `steps` returns a verdict,
-and step.cu is launched after it.
+Classes with lr |mu M + D| above 1, and with `max_angle` those whose mu M + D lies almost inside the subspace, need more
+passes: on these `steps` returns a verdict, and step.cu is launched after it.
 """
 
 import ctypes

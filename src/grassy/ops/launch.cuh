@@ -13,7 +13,8 @@
 static_assert(MIDDLE <= THREADS && TEAM % BUFFERS == 0 && WARPS % GROUPS == 0, "more warps are needed");
 #define BATCH 4                         // loads of a thread that are under way at once, of each of W, D and M
 #define LARGEST_TURN 64.0f  // 2**MAX_DOUBLINGS of the reference
-#define SMALL_TURN 0.02f    // of a squared angle: there a polynomial of degree 2 in it is right to 1e-8
+#define SMALL_TURN 0.02f    // of a squared angle: there a polynomial of degree 2 in it is right to 1e-8. `usual` compares
+                            // it with the norm of the matrix of them, `middle` with its trace, which is no smaller
 
 enum Flags { HAS_MOMENTUM = 1, PARALLEL = 2, CAPPED = 4, MAXIMIZE = 8, LR_ON_DEVICE = 16, MOMENTUM_ON_DEVICE = 32,
              VECTORS = 64, CAN_SKIP = 128, CAREFUL_ONLY = 256 };
