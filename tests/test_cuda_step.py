@@ -53,7 +53,7 @@ def test_the_step_that_is_chosen_agrees(shape, transport):
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 130), (5, 8, 2048), (3, 16, 384), (3, 32, 2048)], ids=str)
-@pytest.mark.parametrize("lr", [5e-4, 0.05])  # the usual way, and that of large turns
+@pytest.mark.parametrize("lr", [5e-4, 5e-3, 0.05])  # the usual way, that of larger turns, and that with care
 def test_the_kernel_in_cuda_takes_all_options(shape, lr):
     w, d, m = case(shape)
     assert ops.choose("cuda", w) == "cuda"
@@ -67,9 +67,12 @@ def test_the_kernel_in_cuda_takes_all_options(shape, lr):
 
 @pytest.mark.parametrize("transport", ["projection", "parallel"])
 @pytest.mark.parametrize("shape", [(5, 3, 129), (5, 8, 2048), (5, 16, 2048), (3, 17, 129), (3, 32, 2048)], ids=str)
-def test_small_turns_as_in_training(shape, transport):
-    w, d, m = case(shape)  # with this learning rate by less than a tenth of a radian: the polynomials of degree 2
-    distance, momentum, error = compare(w, d, m, "cuda", lr=5e-4, transport=transport)
+@pytest.mark.parametrize(
+    "lr", [5e-4, 5e-3]
+)  # less than a tenth of a radian: polynomials of degree 2; and up to half a one
+def test_small_turns_as_in_training(shape, transport, lr):
+    w, d, m = case(shape)
+    distance, momentum, error = compare(w, d, m, "cuda", lr, transport=transport)
     assert distance < 1e-6
     assert momentum < 3e-6
     assert error < 1e-6
@@ -125,7 +128,7 @@ def test_large_turns_are_taken_with_care(shape):
     assert compare(w, d, m, "cuda", max_angle=0.3)[0] < 1.5e-6
 
 
-@pytest.mark.parametrize("lr", [5e-4, 0.05])
+@pytest.mark.parametrize("lr", [5e-4, 5e-3, 0.05])
 @pytest.mark.parametrize(("k", "n"), [(4, 512), (8, 512), (16, 2048), (25, 1100)])
 def test_bfloat16_gradients_and_momentum(k, n, lr):
     w, d, m = case((7, k, n))
@@ -138,7 +141,7 @@ def test_bfloat16_gradients_and_momentum(k, n, lr):
 @pytest.mark.parametrize(("impl", "k", "n"), [("cuda", 4, 300), ("cuda", 8, 300), ("cuda", 20, 1030),
                                               ("triton", 4, 300), ("triton", 8, 300)])  # fmt: skip
 @pytest.mark.parametrize("transport", ["projection", "parallel"])
-@pytest.mark.parametrize("lr", [5e-4, 0.05])
+@pytest.mark.parametrize("lr", [5e-4, 5e-3, 0.05])
 def test_absent_rows_stay_absent_and_still_classes_still(impl, k, n, lr, transport):
     w, d, m = case((50, k, n))
     w[3, k - 2 :] = 0
@@ -181,11 +184,12 @@ def test_a_gradient_that_lies_almost_within_the_subspace(impl):
         assert error < 1e-6
 
 
+@pytest.mark.parametrize("radians", [0.02, 0.1, 1.0])  # by which a gradient alone would turn: momentum makes more of it
 @pytest.mark.parametrize("shape", [(40, 4, 64), (40, 8, 64), (10, 16, 2048), (10, 32, 1024)], ids=str)
-def test_ten_thousand_steps_keep_it_orthonormal(shape):
+def test_ten_thousand_steps_keep_it_orthonormal(shape, radians):
     w = g.random_subspace(*shape, device="cuda")
     m, lr = torch.zeros_like(w), torch.tensor(0.1, device="cuda")
-    gradients = [0.05 * torch.randn_like(w) for _ in range(10)]
+    gradients = [10 * radians / math.sqrt(w[0].numel()) * torch.randn_like(w) for _ in range(10)]
     for d in gradients[:2]:
         ops.geodesic_step(w, d, m, lr, 0.9)
     graph = torch.cuda.CUDAGraph()
@@ -197,15 +201,16 @@ def test_ten_thousand_steps_keep_it_orthonormal(shape):
     assert g.orthonormality_error(w.double()) < 1e-6
 
 
+@pytest.mark.parametrize("lr", [5e-3, 0.05])
 @pytest.mark.parametrize("impl", ["cuda", "triton", "reference"])
-def test_a_flag_on_the_device_skips_the_step(impl):
+def test_a_flag_on_the_device_skips_the_step(impl, lr):
     w, d, m = case((20, 4, 64) if impl == "triton" else (20, 18, 1024))
     before = w.clone(), m.clone()
-    counts = ops.geodesic_step(w, d, m, 0.05, 0.9, skip=torch.ones((), device="cuda"), impl=impl)
+    counts = ops.geodesic_step(w, d, m, lr, 0.9, skip=torch.ones((), device="cuda"), impl=impl)
     assert torch.equal(w, before[0])
     assert torch.equal(m, before[1])
     assert int(counts.skipped) == 0
-    ops.geodesic_step(w, d, m, 0.05, 0.9, skip=torch.zeros((), device="cuda"), impl=impl)
+    ops.geodesic_step(w, d, m, lr, 0.9, skip=torch.zeros((), device="cuda"), impl=impl)
     assert not torch.equal(w, before[0])
 
 
@@ -236,8 +241,9 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_work_to_others(monkeypatch)
         cuda_step._failure.cache_clear()
 
 
+@pytest.mark.parametrize("lr", [1e-3, 0.1])
 @pytest.mark.parametrize(("k", "n"), [(2, 70), (8, 70), (32, 70), (8, 2048), (16, 1024), (32, 1024)])
-def test_many_heads_are_few_launches_and_the_same_steps(k, n, monkeypatch):
+def test_many_heads_are_few_launches_and_the_same_steps(k, n, lr, monkeypatch):
     monkeypatch.setattr(cuda_stream, "AT_ONCE", 7)
     sizes = [i % 5 for i in range(40)]  # the first of them without a class
     weights = [g.random_subspace(c, k, n, device="cuda") for c in sizes]
@@ -247,7 +253,7 @@ def test_many_heads_are_few_launches_and_the_same_steps(k, n, monkeypatch):
     launched = []
     launch = nvrtc.Kernel.launch
     monkeypatch.setattr(nvrtc.Kernel, "launch", lambda self, *a: (launched.append(a[0]), launch(self, *a))[1])
-    counts = ops.geodesic_steps(together[0], grads, together[1], 0.1, 0.9, max_angle=0.5)
+    counts = ops.geodesic_steps(together[0], grads, together[1], lr, 0.9, max_angle=0.5)
     chosen = cuda_step.plan(k, n, torch.cuda.get_device_capability())
     clusters = [chosen.cluster * -(-size // chosen.classes) for size in sizes]
     if (k, n) == (32, 1024):  # streamed, seven at a time, before that
@@ -256,32 +262,66 @@ def test_many_heads_are_few_launches_and_the_same_steps(k, n, monkeypatch):
         assert launched == [sum(clusters[:32]), sum(clusters[32:])]
     for w, d, m in zip(alone[0], grads, alone[1], strict=True):
         if len(w):
-            ops.geodesic_step(w, d, m, 0.1, 0.9, max_angle=0.5, impl="cuda")
+            ops.geodesic_step(w, d, m, lr, 0.9, max_angle=0.5, impl="cuda")
     for a, b in zip(together[0] + together[1], alone[0] + alone[1], strict=True):
         assert torch.equal(a, b)
     assert [int(c.skipped) for c in counts] == [int(i == 3) for i in range(40)]
     before = [w.clone() for w in weights]
     halves = [[d.to(BF16) for d in grads], [torch.zeros_like(w, dtype=BF16) for w in weights]]
-    ops.geodesic_steps(weights, *halves, 0.1, 0.9, skip=torch.ones((), device="cuda"))
+    ops.geodesic_steps(weights, *halves, lr, 0.9, skip=torch.ones((), device="cuda"))
     assert all(torch.equal(w, b) for w, b in zip(weights, before, strict=True))
-    ops.geodesic_steps(weights, *halves, 0.1, 0.9)
+    ops.geodesic_steps(weights, *halves, lr, 0.9)
     assert not torch.equal(weights[1], before[1])
     assert max(float(g.orthonormality_error(w)) for w in weights if len(w)) < 1e-6
 
 
+@pytest.mark.parametrize("lr", [1e-3, 0.1])
 @pytest.mark.parametrize(("k", "n"), [(8, 96), (32, 2048)])
-def test_heads_that_step_together_can_live_in_a_graph(k, n):
+def test_heads_that_step_together_can_live_in_a_graph(k, n, lr):
     weights = [g.random_subspace(c, k, n, device="cuda") for c in (3, 10)]
     grads, momenta = [torch.randn_like(w) for w in weights], [torch.zeros_like(w) for w in weights]
     expected = [w.clone() for w in weights]
-    ops.geodesic_steps(expected, grads, [torch.zeros_like(w) for w in weights], 0.1, 0.9)
-    ops.geodesic_steps([w.clone() for w in weights], grads, [m.clone() for m in momenta], 0.1, 0.9)
+    ops.geodesic_steps(expected, grads, [torch.zeros_like(w) for w in weights], lr, 0.9)
+    ops.geodesic_steps([w.clone() for w in weights], grads, [m.clone() for m in momenta], lr, 0.9)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ops.geodesic_steps(weights, grads, momenta, 0.1, 0.9)
+        ops.geodesic_steps(weights, grads, momenta, lr, 0.9)
     graph.replay()
     for a, b in zip(weights, expected, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("options", [{}, {"retraction": "qf"}, {"direction": "spectral"}], ids=str)
+def test_plain_torch_takes_exact_products_where_others_are_reduced_to_tf32(options):
+    w, d, m = case((4, 40, 256), scale=0.03)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        distance, momentum, error = compare(w, d, m, "auto", **options)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert distance < 3e-6
+    assert momentum < 3e-6
+    assert error < 1e-6
+
+
+@pytest.mark.parametrize("k", [2, 8, 32])
+def test_a_compiled_step_is_the_step(k):
+    w, d, m = case((7, k, 1024))
+    moved, buffer = w.clone(), m.clone()
+    ops.geodesic_step(moved, d, buffer, 5e-3, 0.9)
+    torch.compile(ops.geodesic_step, fullgraph=True)(w, d, m, 5e-3, 0.9)
+    assert torch.equal(w, moved)
+    assert torch.equal(m, buffer)
+
+
+@pytest.mark.parametrize("k", [8, 32])
+def test_a_weight_that_is_not_contiguous(k):
+    w, d, m = case((6, k, 1024))
+    spread = torch.zeros(6, k, 2048, device="cuda")[..., ::2]
+    spread.copy_(w)
+    ops.geodesic_step(spread, d, m.clone(), 5e-3, 0.9)
+    ops.geodesic_step(w, d, m, 5e-3, 0.9)
+    assert g.distance(spread.double(), w.double()).max() < 2e-6
 
 
 @pytest.mark.parametrize("k", [2, 8])
