@@ -1,7 +1,8 @@
 """What the head needs in memory on a GPU, and a million classes: `python -m benchmarks.memory --large`.
 
 The peak of a forward and backward under bfloat16 autocast, beyond weight, its gradient and what was there before: for
-the loss without logits (`ops.subspace_cross_entropy`), the logits by kernels, and the logits in eager torch.
+the loss without logits (`ops.subspace_cross_entropy`), the logits by kernels, the logits in eager torch, and
+`nn.Linear(n, C)`, all with cross-entropy; and for the products alone of `nn.Linear(n, C*k)`.
 
 With `--large` also a whole training step of a million classes: forward, backward and `ops.geodesic_step`. Its time, as
 a CUDA graph and as eager torch launches it, is compared with a sum of what cannot be avoided, all of it measured in the
@@ -45,15 +46,18 @@ def measure(batch: int, n: int, classes: int, k: int) -> dict[str, Any]:
     x = torch.randn(batch, n, device="cuda", requires_grad=True)
     weight = nn.Parameter(geometry.random_subspace(classes, k, n, device="cuda"))
     target = torch.randint(0, classes, (batch,), device="cuda")
-    losses: dict[str, Callable[[], Tensor]] = {
-        "fused": lambda: ops.subspace_cross_entropy(x, weight, target),
-        "logits": lambda: F.cross_entropy(ops.subspace_logits(x, weight), target),
-        "naive": lambda: F.cross_entropy(ops.subspace_logits(x, weight, impl="reference"), target),
+    short = nn.Parameter(torch.randn(classes, n, device="cuda"))
+    losses: dict[str, tuple[Tensor, Callable[[], Tensor]]] = {
+        "fused": (weight, lambda: ops.subspace_cross_entropy(x, weight, target)),
+        "logits": (weight, lambda: F.cross_entropy(ops.subspace_logits(x, weight), target)),
+        "naive": (weight, lambda: F.cross_entropy(ops.subspace_logits(x, weight, impl="reference"), target)),
+        "linear C": (short, lambda: F.cross_entropy(F.linear(x, short), target)),
+        "linear C*k": (weight, lambda: F.linear(x, weight.flatten(0, 1)).sum()),
     }
     extra = {}
-    for name, loss in losses.items():
-        peak, before = peak_of(lambda loss=loss: backward(loss), x, weight)  # type: ignore[misc]
-        extra[name] = (peak - before - weight.nbytes) / 2**20
+    for name, (own, loss) in losses.items():
+        peak, before = peak_of(lambda loss=loss: backward(loss), x, own)  # type: ignore[misc]
+        extra[name] = (peak - before - own.nbytes) / 2**20
     return {"batch": batch, "n": n, "classes": classes, "k": k, "weight_mib": weight.nbytes / 2**20, "extra_mib": extra}
 
 

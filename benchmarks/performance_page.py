@@ -36,6 +36,7 @@ IN_PAPER = {"resnet50d": "resnet50d", "deit3_small_patch16_224": "deit3-s"}
 
 #: The ways to compute loss and gradients, by their names in the results.
 WAYS = {"fused": "loss without logits", "logits": "logits by kernels", "naive": "plain torch"}
+LINEAR = {"linear C": "`nn.Linear(n, C)` with cross-entropy", "linear C*k": "`nn.Linear(n, C*k)`, products alone"}
 
 
 def main() -> None:
@@ -356,7 +357,11 @@ def memory(result: Result, images: Path) -> list[str]:
         f"{result['batch']:,}, n = {result['n']:,}, C = {result['classes']:,}, k = {result['k']}. Not captured.",
         table(
             ["", "MiB", "of plain torch"],
-            ([name, f"{extra[key]:,.0f}", f"{100 * extra[key] / extra['naive']:.0f} %"] for key, name in WAYS.items()),
+            (
+                [name, f"{extra[key]:,.0f}", f"{100 * extra[key] / extra['naive']:.0f} %"]
+                for key, name in {**WAYS, **LINEAR}.items()
+                if key in extra
+            ),
         ),
     ]
     if large := result.get("large"):
