@@ -188,7 +188,7 @@ def test_an_image_that_cannot_be_read_is_named_and_counted_and_the_others_go_on(
     ("arguments", "message"),
     [
         ({"paths": ["missing.png"]}, "there is no image or folder .*missing.png"),
-        ({"paths": ["empty"]}, r"empty holds no images \(.jpeg, .jpg, .png\)"),
+        ({"paths": ["empty"]}, r"empty holds no images \(.avif, .bmp, .*, .webp\)"),
         ({"paths": []}, "of which images"),
         ({"topk": 0}, "topk must be at least 1, got 0"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),

@@ -28,6 +28,15 @@ def test_a_users_file_may_have_a_base_in_the_package_and_others_beside_it(write)
     assert recipe.description == recipe.paper == ""  # the base's would not be true of it
 
 
+def test_a_warm_up_that_would_not_fit_is_shortened_with_the_run():
+    recipe = load_recipe("cifar100-resnet18-linear")
+    assert recipe.warmup_epochs == 1
+    assert load_recipe("cifar100-resnet18-linear", ["epochs=1"]).warmup_epochs == pytest.approx(1 / recipe.epochs)
+    assert load_recipe("cifar100-resnet18-linear", ["epochs=2"]).warmup_epochs == 1
+    with pytest.raises(ValueError, match="must be fewer than epochs 1"):
+        load_recipe("cifar100-resnet18-linear", ["epochs=1", "warmup_epochs=1"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "field", "value"),
     [

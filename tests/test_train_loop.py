@@ -11,6 +11,7 @@ import torch
 import yaml
 
 import grassy
+from grassy.heads import recommended_gamma
 from grassy.training import checkpoint
 from grassy.training.checkpoint import BEST, LAST, STATE
 from grassy.training.loop import train
@@ -207,6 +208,25 @@ def test_an_average_that_will_not_leave_its_beginning_is_said_so(tmp_path, capsy
     assert "the average of the weights will still be 100% what training begins with" in capsys.readouterr().err
     train(tiny_recipe(model_ema=True, model_ema_decay=0.1, epochs=1), data, tmp_path / "fast")
     assert "the average of the weights" not in capsys.readouterr().err
+
+
+def test_what_is_worth_knowing_of_a_model_is_said(tmp_path, capsys):
+    data, small = tiny_arrays(tmp_path / "data"), {"epochs": 1, "head": {"name": "grassmann", "k": 2, "gamma": 25.0}}
+    train(tiny_recipe(**small), data, tmp_path / "run")
+    rule = recommended_gamma(3, 2, weights(tmp_path / "run")["head.weight"].shape[-1])
+    assert f"gamma 25 is much for 3 classes: head.gamma=auto would take {rule:g}\n" in capsys.readouterr().err
+    start = str(tmp_path / "run" / "last.safetensors")
+    small["head"]["gamma"] = rule
+    for images, taken in (
+        (data, "all of it"),
+        (tiny_arrays(tmp_path / "four", classes=4), "its classifier does not fit"),
+    ):
+        train(tiny_recipe(initial_checkpoint=start, **small), images, tmp_path / images.name / "run")
+        said = capsys.readouterr().err
+        assert f"begins with {start}: {taken}" in said
+        assert "is much for" not in said
+    train(tiny_recipe(**small), tiny_arrays(tmp_path / "one", classes=1), tmp_path / "one" / "run")
+    assert "there is one class only, class 0: is --data-dir" in capsys.readouterr().err
 
 
 def test_classes_that_are_never_validated_are_named(tmp_path, capsys):

@@ -5,13 +5,15 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import time
 
 import numpy as np
 import pytest
 import torch
 
-from grassy.training import checkpoint
+from grassy.training import checkpoint, loop
 from grassy.training.checkpoint import BEST, LAST, STATE
+from grassy.training.folder import RunFolder
 from grassy.training.loop import Run, train
 from training_cases import assert_same_weights, tiny_arrays, tiny_recipe, train_command
 
@@ -227,6 +229,42 @@ def test_killed_ten_times_while_saving_it_always_finds_a_whole_checkpoint_and_en
     assert train_in_a_process_of_its_own(recipe, data, run, 10**12) == 0
     assert_same_weights(tmp_path / "whole", run)
     assert not list(run.glob(".writing-*"))
+
+
+def test_an_impatient_ctrl_c_does_not_lose_the_run_and_a_later_one_ends_it(monkeypatch, capfd):
+    with pytest.raises(KeyboardInterrupt), loop._told_to_stop(True) as told:  # noqa: PT012
+        assert told() is None
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        assert told() == signal.SIGINT
+        monkeypatch.setattr(loop, "IMPATIENCE", 0.0)
+        signal.raise_signal(signal.SIGINT)
+    assert capfd.readouterr().err.count("stopping after this update, and saving") == 1
+    with loop._told_to_stop(False) as told:
+        signal.raise_signal(signal.SIGTERM)
+        assert told() == signal.SIGTERM
+    assert capfd.readouterr().err == ""
+
+
+def test_a_worker_that_outlives_a_killed_process_does_not_keep_its_folder(tmp_path):
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    first.claim()
+    with pytest.raises(ValueError, match="another process is training into"):
+        second.claim()
+    here, there = os.pipe()
+    child = os.fork()
+    if child == 0:  # a worker, which lives on for a while
+        os.write(there, b"!")
+        time.sleep(60)
+        os._exit(0)
+    os.read(here, 1)
+    try:
+        first.release()  # as the end of the process does
+        second.claim()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        second.release()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

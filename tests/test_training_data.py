@@ -2,6 +2,7 @@
 
 import io
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,6 +43,18 @@ def test_class_folders_give_images_labels_and_names(tmp_path):
     image, label = images.load(17)
     assert (image.size, image.mode, label) == ((12, 12), "RGB", 2)
     assert images.name(17).endswith("train/owl/5.png")
+
+
+def test_images_of_all_usual_formats_are_taken(tmp_path):
+    folder = tiny_folders(tmp_path)
+    for number, suffix in enumerate(("webp", "bmp", "tif", "jpeg")):
+        file = folder / "train" / "owl" / f"{number}.png"
+        Image.open(file).save(file.with_suffix(f".{suffix}"))
+        file.unlink()
+    images = open_images("", folder, "train")
+    assert len(images) == 18
+    assert {Path(images.name(i)).suffix for i in range(12, 18)} == {".webp", ".bmp", ".tif", ".jpeg", ".png"}
+    assert all(images.load(i)[0].mode == "RGB" for i in range(12, 18))
 
 
 def test_a_validation_set_that_lacks_a_class_keeps_the_numbers_of_the_training_set(tmp_path):

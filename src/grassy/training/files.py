@@ -11,16 +11,32 @@ from typing import Any
 
 from grassy.torchvision_import import import_torchvision
 
+#: Of images that Pillow reads, beside those that timm looks for.
+MORE_SUFFIXES = {".avif", ".bmp", ".gif", ".jfif", ".jp2", ".pgm", ".ppm", ".tif", ".tiff", ".webp"}
+
 
 def open_files(root: Path, class_names: Sequence[str] | None = None) -> Any:
     """A reader of timm for a folder of class folders, a folder of tars, or a tar.
 
     class_names: of the training set, whose numbering a validation set has to share; None for the set that defines it.
     """
-    import_torchvision()
+    image_suffixes()
     tars = [root] if root.suffix == ".tar" and root.is_file() else sorted(root.glob("*.tar"))
     tars = [tar for tar in tars if tar == root or not is_hidden(tar.name)]
     return _open_tars(root, tars, class_names) if tars else _open_folders(root, class_names)
+
+
+def image_suffixes() -> frozenset[str]:
+    """The suffixes of files that are taken for images: timm's own, and more that Pillow reads. timm is told of them."""
+    import_torchvision()
+    from timm.data import add_img_extensions, get_img_extensions
+
+    add_img_extensions(sorted(MORE_SUFFIXES - set(get_img_extensions())))
+    return frozenset(get_img_extensions())
+
+
+def _no_images(root: Path) -> ValueError:
+    return ValueError(f"{root} holds no images ({', '.join(sorted(image_suffixes()))})")
 
 
 def is_hidden(path: str) -> bool:
@@ -33,7 +49,7 @@ def _open_folders(root: Path, class_names: Sequence[str] | None) -> Any:
     try:
         reader = ReaderImageFolder(str(root))
     except RuntimeError:
-        raise ValueError(f"{root} holds no images") from None
+        raise _no_images(root) from None
     begin = len(os.path.join(root, ""))
     files = [file for file, _ in reader.samples if not is_hidden(file[begin:])]
     stray = next((file for file in files if os.sep not in file[begin:]), None)
@@ -48,7 +64,7 @@ def _open_folders(root: Path, class_names: Sequence[str] | None) -> Any:
     reader.class_to_idx = _numbers(places, class_names)
     reader.samples = [(file, reader.class_to_idx[name]) for file, name in zip(files, names, strict=True)]
     if not files:
-        raise ValueError(f"{root} holds no images")
+        raise _no_images(root)
     return reader
 
 
@@ -75,7 +91,7 @@ def _open_tars(root: Path, tars: Iterable[Path], class_names: Sequence[str] | No
     except ValueError as error:
         if "to unpack" not in str(error):
             raise
-        raise ValueError(f"{root} holds no images") from None  # timm unpacks an empty list
+        raise _no_images(root) from None  # timm unpacks an empty list
     kept, names = [], []
     for number, (member, tar, inner_tar) in enumerate(reader.samples):
         # timm would call a class "." if the paths in its tar begin with "./".
@@ -88,7 +104,7 @@ def _open_tars(root: Path, tars: Iterable[Path], class_names: Sequence[str] | No
         kept.append(number)
         names.append(path.parent.name)
     if not kept:
-        raise ValueError(f"{root} holds no images")
+        raise _no_images(root)
     numbers = _numbers({name: f"{name} of {root}" for name in names}, class_names)
     reader.class_name_to_idx = numbers
     reader.class_idx_to_name = {number: name for name, number in numbers.items()}

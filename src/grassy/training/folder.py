@@ -41,6 +41,8 @@ class RunFolder:
             import fcntl
 
             self._lock = os.open(self.path, os.O_RDONLY)
+            # A worker that outlives a killed process for some seconds must not keep the folder from the next one.
+            os.register_at_fork(after_in_child=self.release)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

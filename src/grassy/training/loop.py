@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,9 @@ from grassy.training.update import CapturedUpdate
 AGREE_EVERY = 10
 #: So many updates skipped in a row are too many.
 MAX_SKIPPED = 20
+#: Seconds after which another signal to stop is meant.
+IMPATIENCE = 1.0
+STOPPING = b"\ngrassy: stopping after this update, and saving; Ctrl-C again quits without saving\n"
 #: Names of the images on which the loss was not finite.
 NONFINITE = "nonfinite_batch.txt"
 
@@ -91,7 +95,7 @@ class Run(Parts):
             where = self.resumed_from.parent if self.resumed_from else self.output
             self.progress.say(f"the run in {where} is finished: {state.epoch} epochs of {recipe.epochs}")
             return state
-        with self.progress, _told_to_stop() as told:
+        with self.progress, _told_to_stop(self.process.is_main) as told:
             self._introduce()
             while state.epoch < recipe.epochs:
                 training_mode(self.model, recipe.freeze)
@@ -232,11 +236,12 @@ class Run(Parts):
         for note in self.data.notes:
             self.progress.say(note)
         weights = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        count = f"{weights / 1e6:.1f} M" if weights >= 1e5 else f"{weights:,}"
         place = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         many = f", {self.process.world_size} processes" if self.process.world_size > 1 else ""
         head = " ".join(f"{key}={value}" if key != "name" else str(value) for key, value in self.head.items())
         self.progress.say(
-            f"{self.recipe.model} with head {head}, {weights / 1e6:.1f} M weights to train, {self.data.num_classes} "
+            f"{self.recipe.model} with head {head}, {count} weights to train, {self.data.num_classes} "
             f"classes, {self.updates} updates of {self.data.batch_size} images an epoch, on {place}{many}, into "
             f"{self.output}"
         )
@@ -354,14 +359,26 @@ def _last_good(output: Path) -> str:
 
 
 @contextlib.contextmanager
-def _told_to_stop() -> Iterator[Callable[[], int | None]]:
-    """The signal that came, of Ctrl-C and SIGTERM, or None; a second one ends the process at once."""
+def _told_to_stop(answer: bool) -> Iterator[Callable[[], int | None]]:
+    """The signal that came, of Ctrl-C and SIGTERM, or None; one that comes a second later ends the process at once.
+
+    answer: a Ctrl-C on the terminal.
+    """
     received: list[int] = []
     previous: dict[int, Any] = {}
+    first = math.inf
 
     def note(number: int, _: Any) -> None:
-        received.append(number)
-        signal.signal(number, previous[number])
+        nonlocal first
+        if not received:
+            received.append(number)
+            first = time.monotonic()
+            if answer and number == signal.SIGINT:
+                with contextlib.suppress(OSError):  # not by print, which may be what was interrupted
+                    os.write(2, STOPPING)
+        elif time.monotonic() - first > IMPATIENCE:
+            signal.signal(number, previous[number])
+            signal.raise_signal(number)
 
     for number in (int(signal.SIGINT), int(signal.SIGTERM)):
         with contextlib.suppress(ValueError):  # not in the main thread: the caller handles signals

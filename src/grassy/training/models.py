@@ -1,28 +1,48 @@
 """The model of a recipe: a timm model with its classifier replaced, and the weights it starts from."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from grassy.heads import Head
+from grassy.heads import GrassmannHead, Head, recommended_gamma
 from grassy.spelling import nearest
 from grassy.surgery import replace_head
 from grassy.torchvision_import import import_torchvision
 from grassy.training.recipe import Recipe
 
+#: A gamma of so many times what the rule of thumb says is worth a word.
+MUCH = 1.25
 
-def build_model(recipe: Recipe, num_classes: int) -> nn.Module:
-    """The model of a recipe with fresh weights, or those of its `initial_checkpoint`."""
+
+def build_model(recipe: Recipe, num_classes: int, say: Callable[[str], None] = lambda _: None) -> nn.Module:
+    """The model of a recipe with fresh weights, or those of its `initial_checkpoint`.
+
+    say: is called with what is worth knowing.
+    """
     model = create_model(recipe.model, num_classes, recipe.head, _model_options(recipe))
     _check_image_size(model, recipe)
     if not recipe.drop_before_head:
         _remove_dropout_before_head(model, recipe.model)
     if recipe.initial_checkpoint:
-        start_from(model, Path(recipe.initial_checkpoint))
+        whole = start_from(model, Path(recipe.initial_checkpoint))
+        taken = "all of it" if whole else "its classifier does not fit, ours is new"
+        say(f"begins with {recipe.initial_checkpoint}: {taken}")
     if recipe.freeze:
         freeze_all_but_head(model)
+    for head in heads_of(model):
+        _check_gamma(head, say)
     return model
+
+
+def _check_gamma(head: Head, say: Callable[[str], None]) -> None:
+    """The paper's gamma is for 1,000 classes; with few of them it makes a network confident too early."""
+    if not isinstance(head, GrassmannHead) or not head.normalize:
+        return
+    rule = recommended_gamma(head.num_classes, head.dims.tolist(), head.in_features)
+    if head.initial_gamma > MUCH * rule:
+        say(f"gamma {head.initial_gamma:g} is much for {head.num_classes} classes: head.gamma=auto would take {rule:g}")
 
 
 def _check_image_size(model: nn.Module, recipe: Recipe) -> None:
@@ -104,8 +124,11 @@ def training_mode(model: nn.Module, frozen: bool) -> None:
             head.train()
 
 
-def start_from(model: nn.Module, path: Path) -> None:
-    """Load weights into all of the model but a classifier of another kind or size, which keeps its fresh ones."""
+def start_from(model: nn.Module, path: Path) -> bool:
+    """Load weights into all of the model but a classifier of another kind or size, which keeps its fresh ones.
+
+    Returns whether the classifier was loaded, too.
+    """
     from grassy.training.checkpoint import read_weights
 
     weights = read_weights(path)
@@ -122,9 +145,10 @@ def start_from(model: nn.Module, path: Path) -> None:
     # Of a head all or nothing: a bias alone would be worse than a fresh start, and so would subspaces without the
     # statistics that their features were standardised by.
     unknown = {key for key in weights.keys() - own.keys() if any(key.startswith(f"{prefix}.") for prefix in prefixes)}
-    if unknown or in_head - fits.keys():
+    if other := bool(unknown or in_head - fits.keys()):
         fits = {key: value for key, value in fits.items() if key not in in_head}
     model.load_state_dict(fits, strict=False)
+    return not other
 
 
 def _model_options(recipe: Recipe) -> dict[str, Any]:

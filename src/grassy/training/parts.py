@@ -61,7 +61,8 @@ class Parts:
         torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
         seed_everything(recipe.seed)  # the same first weights in every process
         memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
-        self.model = build_model(recipe, self.data.num_classes).to(self.device, memory_format=memory_format)  # type: ignore[call-overload]
+        model = build_model(recipe, self.data.num_classes, self.data.notes.append)
+        self.model = model.to(self.device, memory_format=memory_format)  # type: ignore[call-overload]
         if recipe.sync_bn and process.world_size > 1:
             if self.device.type != "cuda":
                 raise ValueError("sync_bn=true needs GPUs: torch's SyncBatchNorm does not run on a CPU")

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from grassy.spelling import nearest
-from grassy.torchvision_import import import_torchvision
 from grassy.training.augment import Transform, eval_transform
 from grassy.training.checkpoint import Description, load, read_description, weights_file, write_atomically
 from grassy.training.decode import reason_for, to_rgb
 from grassy.training.distributed import find_device
-from grassy.training.files import is_hidden
+from grassy.training.files import image_suffixes, is_hidden
 from grassy.training.models import heads_of
 
 MANY = 100  # images, from which on a bar is worth showing
@@ -72,10 +71,7 @@ def predict(
 
 def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """Files as they are given, and for a folder all images below it that are not hidden, sorted by name."""
-    import_torchvision()
-    from timm.data import get_img_extensions
-
-    suffixes = get_img_extensions(as_set=True)
+    suffixes = image_suffixes()
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():

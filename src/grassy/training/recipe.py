@@ -202,7 +202,10 @@ def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
 
 
 def _milestones_follow(before: Mapping[str, Any], after: dict[str, Any], given: Container[str]) -> dict[str, Any]:
-    """A run of a tenth of the epochs also decays ten times as early, and another schedule has no milestones."""
+    """A run of a tenth of the epochs also decays ten times as early, and another schedule has no milestones. A warm-up
+    that would not fit is shortened alike.
+    """
+    after = _warmup_follows(before, after, given)
     milestones = after.get("decay_milestones")
     if not milestones or "decay_milestones" in given:
         return after
@@ -212,6 +215,15 @@ def _milestones_follow(before: Mapping[str, Any], after: dict[str, Any], given: 
     if old == new or not all(isinstance(value, int) and value > 0 for value in (old, new)):
         return after  # the same, or wrong: the check says so
     return {**after, "decay_milestones": tuple(max(1, round(each * new / old)) for each in milestones)}
+
+
+def _warmup_follows(before: Mapping[str, Any], after: dict[str, Any], given: Container[str]) -> dict[str, Any]:
+    old, new = (settings.get("epochs", Recipe.epochs) for settings in (before, after))
+    warmup = after.get("warmup_epochs", 0)
+    numbers = all(isinstance(value, int | float) and value > 0 for value in (old, new, warmup))
+    if not numbers or "warmup_epochs" in given or "epochs" not in given or not new <= warmup < old:
+        return after
+    return {**after, "warmup_epochs": warmup * new / old}
 
 
 def _check_head(name: Any, **options: Any) -> None:
