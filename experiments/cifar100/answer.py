@@ -36,25 +36,29 @@ def claims_table(study: Study) -> str:
 
 
 def goal(study: Study) -> str:
-    """Both contests, and every other Grassmann head beside the contestants of the second."""
+    """Both contests, and all Grassmann heads beside all softmax heads."""
     rule = f"top-1 +{GOAL['top1']}, transfer +{GOAL['transfer']:g}, both intervals above 0, {GOAL_SEEDS} seeds"
     said = [f"The goal: {rule}."]
     for number, (softmax, grassmann) in (("first", FIRST_CONTESTANTS), ("second", CONTESTANTS)):
         leads = [str(study.gap(grassmann, softmax, metric)) for metric in GOAL]
         said.append(f"The {number} contest: **{contest(study, softmax, grassmann)}**. {'; '.join(leads)}.")
-    softmax = CONTESTANTS[0]
-    head = ["", "held-out top-1", "cross-validated transfer", *(f"{UNITS[name]} − {softmax}" for name in GOAL), "seeds"]
+    return "\n\n".join([*said, leads_table(study)])
+
+
+def leads_table(study: Study) -> str:
+    """Every Grassmann head against every softmax head, as far as they are run."""
+    run = [row for row in HEADS if len(study.runs[row]) >= FEWEST]
+    softmax = [row for row in run if row.startswith("softmax")]
+
+    def lead(row: str, other: str, metric: str) -> float:
+        return statistics.mean(study.values(row, metric)) - statistics.mean(study.values(other, metric))
+
     rows = [
-        [
-            row,
-            *_held_out(study, study.chosen[row]),
-            *(str(study.gap(row, softmax, metric).interval or NOT_YET) for metric in GOAL),
-            str(len(study.runs[row])),
-        ]
-        for row in HEADS
+        [row, *("{:+.2f}, {:+.2f}".format(*(lead(row, other, metric) for metric in GOAL)) for other in softmax)]
+        for row in run
         if row.startswith("grassmann")
     ]
-    return "\n\n".join([*said, table(head, rows)])
+    return table(["top-1 and transfer ahead of", *softmax], rows)
 
 
 def contest(study: Study, softmax: str, grassmann: str) -> str:
@@ -78,7 +82,7 @@ def trials_table(study: Study) -> str:
     """All trials of the plan, and how many were made that are no longer part of it."""
     rows = []
     for name, trials in study.trials.items():
-        for job in (job for job in trials if job.base):
+        for job in (job for job in trials if job.base and job.key in study.lines):
             own = {key: job.changes[key] for key in SCALES if key in job.changes and key not in HEADS[name].changes}
             facts = [WORDS.get(key, key.removeprefix("head.") + " {}").format(value) for key, value in own.items()]
             pair = [f"{job.changes['lr']:g}", f"{job.changes['weight_decay']:g}"]
@@ -87,6 +91,8 @@ def trials_table(study: Study) -> str:
     planned = {job.key for trials in study.trials.values() for job in trials if job.base}
     other = sum(line["stage"] == TUNE and key not in planned for key, line in study.lines.items())
     note = f"\n\n{other} more trials were made with settings that were later taken out of the plan." if other else ""
+    left = sum(not job.base or job.key not in study.lines for trials in study.trials.values() for job in trials)
+    note += f"\n\n{left} trials are not yet run." if left else ""
     head = ["", "learning rate", "weight decay", "the head's own", "held-out top-1", "cross-validated transfer"]
     return table(head, rows) + note
 
@@ -96,8 +102,11 @@ def rows_table(study: Study) -> str:
     rows = [
         [row, str(len(runs)), *(study.show(row, name, digits) for name, digits in metrics.items())]
         for row, runs in study.runs.items()
+        if runs
     ]
-    return table(["", "seeds", "top-1", "variability, °", "R²", "effective rank", "transfer", *SETS], rows)
+    left = [row for row, runs in study.runs.items() if not runs]
+    note = f"\n\n{NOT_YET.capitalize()}: {', '.join(left)}." if left else ""
+    return table(["", "seeds", "top-1", "variability, °", "R²", "effective rank", "transfer", *SETS], rows) + note
 
 
 def settings_table(study: Study) -> str:
@@ -106,7 +115,6 @@ def settings_table(study: Study) -> str:
     skip = ("seed", "epochs", "val_interval", "checkpoint_interval")
     for row, job in study.jobs.items():
         if not job.base:
-            rows.append([row, NOT_YET, "–"])
             continue
         words = [f"{name}={str(value).lower()}" for name, value in job.changes.items() if name not in skip]
         tuned = study.chosen.get(row)
@@ -211,7 +219,12 @@ def main() -> None:
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides", help="as given to run")
     args = parser.parse_args()
-    study = Study(read(args.results), args.overrides)
+    if missing := next((page for page in args.pages if not page.is_file()), None):
+        parser.error(f"there is no page {missing}")
+    try:
+        study = Study(read(args.results), args.overrides)
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))
     blocks = {
         "about": about(study),
         "claims": claims_table(study),

@@ -188,12 +188,15 @@ class Job:
 def read(path: Path) -> Lines:
     """The lines of a file of results by key, of one key the last; a line cut short by a crash does not count."""
     lines: Lines = {}
-    for text in path.read_text().splitlines() if path.exists() else []:
+    texts = path.read_text().splitlines() if path.exists() else []
+    for text in texts:
         try:
             line = json.loads(text)
-        except ValueError:
+            lines[line["key"]] = line
+        except (ValueError, TypeError, KeyError):
             continue
-        lines[line["key"]] = line
+    if texts and not lines:
+        raise ValueError(f"{path} holds no results: it is another file, or a damaged one")
     return lines
 
 

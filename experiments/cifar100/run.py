@@ -30,6 +30,7 @@ import torch
 from experiments.cifar100.measure import Lab, View, check, write_arrays
 from experiments.cifar100.plan import FINAL, STARTS, TUNE, Job, Lines, plan, read, seconds, to_do
 from grassy.heads.base import Head
+from grassy.spelling import nearest
 from grassy.training.checkpoint import LAST
 from grassy.training.distributed import find_device
 from grassy.training.journal import environment
@@ -182,7 +183,17 @@ def main() -> None:
     args = parser.parse_args()
     if args.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {args.jobs}")
-    begin, lines = time.monotonic(), read(args.results)
+    if args.results.is_dir():
+        parser.error(f"--results {args.results} is a folder, not a file")
+    begin = time.monotonic()
+    try:
+        lines = read(args.results)
+        rows = {job.row for job in plan(lines, args.overrides)}
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))
+    for pattern in args.only:
+        if not fnmatch.filter(rows, pattern):
+            parser.error(f"--only {pattern}: there is no such row{nearest(pattern, rows)}")
     if args.list:
         return list_jobs(args, lines)
     if args.data_dir is None:
@@ -270,3 +281,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit(130)  # the job that was running has no line and is done again the next time
+    except BrokenPipeError:  # the reader of --list has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
