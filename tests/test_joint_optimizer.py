@@ -14,6 +14,11 @@ from grassy import geometry as g
 from optimizer_cases import BASES, a_model, assert_identical, data, every_base, train, weights
 
 
+def test_an_optimizer_that_needs_second_derivatives_is_refused():
+    with pytest.raises(ValueError, match="'adahessian' needs second derivatives"):
+        grassy.make_optimizer(a_model(), "adahessian", lr=1e-3)
+
+
 @every_base
 def test_training_lowers_the_loss_and_keeps_the_subspaces_on_the_manifold(base):
     model = a_model()
@@ -163,8 +168,8 @@ def test_a_name_of_timms_stands_for_what_it_stands_for_in_timm():
     """ "cadamw" is AdamW with caution, "nesterov" SGD with momentum 0.9: not their classes alone."""
     seen = 0
     for name in timm.optim.list_optimizers():
-        if name in ("sgd", "adam", "adamw") or name.startswith(("bnb", "fused")):
-            continue  # torch's own, and those that need a GPU
+        if name in ("sgd", "adam", "adamw", "adahessian") or name.startswith(("bnb", "fused")):
+            continue  # torch's own, one that is refused, and those that need a GPU
         model = nn.Linear(3, 4)
         try:
             expected = timm.optim.create_optimizer_v2(model, name, lr=1e-3, weight_decay=0.05)

@@ -180,7 +180,8 @@ def test_an_image_that_cannot_be_read_is_named_and_counted_and_the_others_go_on(
     assert "error: not an image that Pillow knows" in captured.out.splitlines()[1]
     assert write_predictions(found, tmp_path / "out.csv") == 4
     captured = capsys.readouterr()
-    assert captured.err.count("\n") == 5
+    assert captured.err.startswith(f"Saved {tmp_path / 'out.csv'}, predictions for 2 images\n")
+    assert captured.err.count("\n") == 6
     assert f"  {images / 'b/3.png'}: " in captured.err
 
 

@@ -122,7 +122,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
     train(tiny_recipe(), data, tmp_path / "run", quiet=True)
     before = {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir() if file.is_file()}
     train(tiny_recipe(), data, tmp_path / "run", resume="auto")
-    assert "is finished: 2 epochs of 2" in capsys.readouterr().err
+    assert "is finished: it has 2 epochs" in capsys.readouterr().err
     assert {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir() if file.is_file()} == before
 
 

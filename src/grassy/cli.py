@@ -342,7 +342,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process ends; another one would only make it end in disorder
+        if argv is None:  # the process ends: another one would only make it end in disorder
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("grassy: interrupted", file=sys.stderr)
         return 130  # 128 + SIGINT, as shells have it
 

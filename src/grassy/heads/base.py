@@ -128,8 +128,10 @@ class Head(nn.Module):
         if not features.is_floating_point():
             raise TypeError(f"features must be floating point, got {features.dtype}")
         if features.shape[-1:] != (self.in_features,):
+            images = features.ndim == 4 and features.shape[1] in (1, 3)
+            hint = ". Are these images? replace_head changes the model in place and returns the head" if images else ""
             raise ValueError(
-                f"{type(self).__name__} takes features of width {self.in_features}, got {tuple(features.shape)}"
+                f"{type(self).__name__} takes features of width {self.in_features}, got {tuple(features.shape)}{hint}"
             )
 
     def check_target(self, target: Tensor, criterion: Criterion | None = None) -> None:

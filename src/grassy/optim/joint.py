@@ -210,9 +210,12 @@ def _optimizer_class(base: str | type[Optimizer]) -> tuple[type[Optimizer], dict
     if base not in names:
         raise ValueError(f"unknown optimizer {base!r}{nearest(base, names, 3)}; known: {', '.join(names)}")
     # A name of timm's stands for a class and some options of it, "cadamw" for AdamW with caution.
+    info = get_optimizer_info(base)
+    if info.second_order:
+        raise ValueError(f"{base!r} needs second derivatives, which a training loop has to provide: choose another")
     made = get_optimizer_class(base)
     optimizer_class, options = (made.func, dict(made.keywords)) if isinstance(made, functools.partial) else (made, {})
-    if get_optimizer_info(base).has_momentum:
+    if info.has_momentum:
         options.setdefault("momentum", 0.9)  # as timm has always done
     return optimizer_class, options  # type: ignore[return-value]
 

@@ -148,6 +148,8 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except SafetensorError as error:
+        if path.suffix != ".safetensors":
+            raise ValueError(f"{path} is not a .safetensors file, which alone holds what a model is made of") from None
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
 
 

@@ -40,8 +40,9 @@ def open_data(recipe: Recipe, data_dir: Path | None, process: Process) -> Data:
     images = open_images(recipe.dataset, data_dir, recipe.train_split)
     held_out = open_images(recipe.dataset, data_dir, recipe.val_split, images.class_names)
     num_classes = recipe.num_classes or number_of_classes(images)
-    check_labels(images, num_classes, "training set")
-    check_labels(held_out, num_classes, "validation set")
+    hint = "; leave num_classes out to have it follow the data" if recipe.num_classes else ""
+    check_labels(images, num_classes, "training set", hint)
+    check_labels(held_out, num_classes, "validation set", hint)
 
     parts = process.world_size * recipe.grad_accum_steps
     batch_size, notes = _batch_size(recipe, len(images), parts)

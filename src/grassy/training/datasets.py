@@ -271,13 +271,13 @@ def _split_folder(root: Path, split: str) -> Path:
     raise ValueError(f"{root} has no folder {wanted}{nearest(split, found)}; {listing}")
 
 
-def check_labels(images: Images, num_classes: int, what: str) -> None:
-    """Raise a ValueError for labels that a head of so many classes does not have."""
+def check_labels(images: Images, num_classes: int, what: str, hint: str = "") -> None:
+    """Raise a ValueError, which ends with the hint, for labels that a head of so many classes does not have."""
     labels = images.labels()
     if labels is not None and len(labels) and labels.max() >= num_classes:
         index = int(labels.argmax())
         wrong = beyond_the_head(images.name(index), int(labels[index]), num_classes)
-        raise ValueError(f"{what}: {wrong}; leave num_classes out to have it follow the data")
+        raise ValueError(f"{what}: {wrong}{hint}")
 
 
 def beyond_the_head(image: str, label: int, num_classes: int) -> str:

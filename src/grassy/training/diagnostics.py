@@ -27,6 +27,7 @@ def after_an_update(model: nn.Module, optimizer: JointOptimizer) -> dict[str, fl
         scalars["subspaces/orthonormality_error"] = max(errors)
         scalars["subspaces/turn"] = largest_turn(optimizer)
         scalars["subspaces/skipped_classes"] = float(optimizer.skipped_classes)
+        scalars["subspaces/capped_classes"] = float(optimizer.capped_classes)
         gradients = [geometry.project(w, w.grad) for w in subspaces.values() if w.grad is not None]
         scalars["gradient/subspaces"] = _norm(gradients)
     others = [p.grad for name, p in model.named_parameters() if name not in subspaces and p.grad is not None]

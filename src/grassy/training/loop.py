@@ -93,7 +93,8 @@ class Run(Parts):
         state, recipe = self.state, self.recipe
         if state.epoch >= recipe.epochs:
             where = self.resumed_from.parent if self.resumed_from else self.output
-            self.progress.say(f"the run in {where} is finished: {state.epoch} epochs of {recipe.epochs}")
+            asked = f", and {recipe.epochs} were asked for" if state.epoch > recipe.epochs else ""
+            self.progress.say(f"the run in {where} is finished: it has {state.epoch} epochs{asked}")
             return state
         with self.progress, _told_to_stop(self.process.is_main) as told:
             self._introduce()

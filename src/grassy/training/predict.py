@@ -214,6 +214,7 @@ def write_predictions(
     else:
         write = FORMATS[output.suffix.lower()]
         write_atomically(output, lambda file: write(counted(), file))
+        print(f"Saved {output}, predictions for {count - len(failures)} images", file=sys.stderr)
     if failures:
         print(f"grassy: {len(failures)} of {count} images could not be read", file=sys.stderr)
         if output is not None:  # on the terminal they have been named in their place

@@ -267,7 +267,8 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         return ("on" if value else "off") if name == "torchcompile" else ("auto" if value else "off")
     words = {tuple: "a list of numbers", float: "a number", int: "an integer", bool: "true or false"}
     allowed = words.get(origin, {str: "a string", dict: "a mapping"}.get(origin, str(origin)))
-    raise TypeError(f"{name} must be {allowed}, got {value!r}")
+    hint = f": say head.name={value}" if name == "head" and isinstance(value, str) else ""
+    raise TypeError(f"{name} must be {allowed}, got {value!r}{hint}")
 
 
 def _read(name: str | Path, seen: tuple[str, ...]) -> tuple[str, str]:
