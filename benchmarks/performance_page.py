@@ -235,10 +235,10 @@ def svd_qr(result: Result, images: Path) -> list[str]:
         "A dash stands for a contestant that had become too slow, or does not take the shape."
         + (" The last columns are what the paper measured on its own machine." if theirs else ""),
         table(
-            ["classes x n x k", "our step", *kinds, *(f"{kind}, paper" for kind in theirs)],
+            ["classes x k x n", "our step", *kinds, *(f"{kind}, paper" for kind in theirs)],
             (
                 [
-                    f"{row['classes']:,} x {row['n']:,} x {row['k']}",
+                    f"{row['classes']:,} x {row['k']} x {row['n']:,}",
                     f"{row['step_ms']:.3f}",
                     *(number(row["ms"].get(kind), ".2f") for kind in kinds),
                     *(number(row.get("paper_ms", {}).get(kind), "g") for kind in theirs),
@@ -268,7 +268,7 @@ def svd_qr_on_cpu(result: Result, images: Path) -> list[str]:
         f"the paper measured, in ms. One of them takes as long as {between(steps, '.1f')} of our steps.",
         table(
             [
-                "classes x n x k",
+                "classes x k x n",
                 "svd / our step",
                 "qr / our step",
                 *(f"{kind}, paper (ms)" for kind in theirs),
@@ -276,7 +276,7 @@ def svd_qr_on_cpu(result: Result, images: Path) -> list[str]:
             ],
             (
                 [
-                    f"{row['classes']:,} x {row['n']:,} x {row['k']}",
+                    f"{row['classes']:,} x {row['k']} x {row['n']:,}",
                     *(
                         number(row["ms"][kind] / row["step_ms"] if kind in row["ms"] else None, ".1f")
                         for kind in ("svd", "qr")
@@ -328,7 +328,8 @@ def head(result: Result, images: Path) -> list[str]:
         "numbers. What is left, norms, the softmax and the gradients of both, is a few passes over the B·C·k "
         "coordinates. The yardstick is the products as torch does them, `nn.Linear(n, C*k)` forward and backward under "
         "bfloat16 autocast, which casts the float32 weight and the gradients, too: "
-        f"{between(rates, '.0f')} TFLOP/s in all. Our loss takes {between(fused, '.2f')} times as long.",
+        f"{between(rates, '.0f')} TFLOP/s in all. The loss without logits, `ops.subspace_cross_entropy`, with which "
+        f"`GrassmannHead(fuse_loss=True)` trains, takes {between(fused, '.2f')} times as long.",
         table(
             ["B, n, C, k", "yardstick (ms)", *(f"{name} / yardstick" for name in names.values())],
             (

@@ -131,7 +131,7 @@ def test_the_page_is_written_from_all_results(tmp_path, monkeypatch):
     text = output.read_text()
     assert "no results" not in text
     assert text.count("on Some GPU, torch 2.11, grassy 0.1.0, 2026-01-02.") == 7
-    assert "| 5 x 9 x 2 | 2.5 | 1.5 | native |" in text
+    assert "| 5 x 2 x 9 | 2.5 | 1.5 | native |" in text
     assert max(len(line) for line in text.splitlines() if line[:1] != "|") <= 120
     step = "takes 2.00 times as long", "| 1,000 x 4 x 2,048 | 40.0 | 45.0 | 80.0 |"
     others = "640 TFLOP/s", "1.25 times 40.0 ms", "| 35 % |", "1.8e-07", "| 23.2 | 70.9 |", "vgg13_bn:32"
