@@ -198,7 +198,7 @@ def aims(rows: list[Result]) -> str:
     names = ", ".join(
         f"{row['classes']:,} x {row['k']} x {row['n']:,} ({row['step_over_floor']:.2f})" for row in missed
     )
-    return f"{text}it is missed by {names}; [what bounds it and what was tried](method.md#on-a-gpu)."
+    return f"{text}it is missed by {names}; [what bounds it and what was tried](kernels.md#what-bounds-it)."
 
 
 def step_roofline(rows: list[Result], bandwidth: float) -> Figure:

@@ -61,7 +61,7 @@ def test_the_source_of_the_kernel_is_in_the_package(file):
 
 
 def test_how_large_a_class_may_be_is_what_the_documentation_says():
-    text = " ".join((ROOT / "docs/method.md").read_text().split())
+    text = " ".join((ROOT / "docs/kernels.md").read_text().split())
 
     def largest(k, capability):
         return max(n for n in range(32, 40_000, 32) if plan(k, n, capability))
