@@ -1,6 +1,7 @@
 """The manifold: identities that hold whatever the numbers, and pymanopt as an oracle. float64 unless said otherwise."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -345,6 +346,36 @@ def test_products_are_exact_where_others_are_reduced_to_tf32_or_bfloat16(reduce,
     assert len(products.seen) > 10
     assert set(products.seen) == {("highest", "ieee", "ieee")}
     assert precisions() == before  # and others are as they were
+
+
+@pytest.mark.usefixtures("usual_precision")
+def test_what_is_set_for_all_products_stays_in_force_after_exact_ones():
+    before = torch.backends.fp32_precision
+    kinds = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    try:
+        for kind in kinds:
+            kind.fp32_precision = "none"
+        torch.backends.fp32_precision = "tf32"
+        with g.exact_products(torch.zeros(())), g.exact_products(torch.zeros(())):
+            assert precisions() == ["ieee", "ieee"]
+        assert precisions()[0] == "tf32"
+        torch.backends.fp32_precision = "ieee"
+        assert precisions()[0] == "ieee"
+    finally:
+        torch.backends.fp32_precision = before
+
+
+@pytest.mark.usefixtures("usual_precision")
+def test_products_stay_exact_until_the_last_thread_is_done():
+    torch.set_float32_matmul_precision("high")
+    first, second = g.exact_products(torch.zeros(())), g.exact_products(torch.zeros(()))
+    first.__enter__()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(second.__enter__).result()
+        first.__exit__(None, None, None)
+        assert torch.get_float32_matmul_precision() == "highest"
+        other.submit(second.__exit__, None, None, None).result()
+    assert torch.get_float32_matmul_precision() == "high"
 
 
 def test_align_finds_the_nearest_basis_of_the_same_subspace():

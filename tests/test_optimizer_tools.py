@@ -58,6 +58,12 @@ def test_with_a_fused_base_the_grad_scaler_hands_over_its_scale_and_flag(unscale
     optimizer, scaler = grassy.make_optimizer(scaled, **options), torch.amp.GradScaler("cpu", init_scale=1024.0)
     assert optimizer._step_supports_amp_scaling
     assert not grassy.make_optimizer(a_model(), "sgd", lr=0.1)._step_supports_amp_scaling
+    assert not grassy.make_optimizer(
+        a_model()[3], "adamw", lr=0.1, fused=True
+    )._step_supports_amp_scaling  # no other part
+    assert not hasattr(
+        optimizer.riemannian, "_step_supports_amp_scaling"
+    )  # who does not ask for it clips what is unscaled
     for step in (0, 1, 1, 2):
         optimizer.zero_grad()
         scaler.scale(grassy.classification_loss(scaled, *data(step))).backward()
@@ -75,6 +81,13 @@ def test_with_a_fused_base_the_grad_scaler_hands_over_its_scale_and_flag(unscale
     assert optimizer.skipped_classes == 0
     for p, q in zip(plain.parameters(), scaled.parameters(), strict=True):
         torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
+
+
+def test_a_grad_scaler_may_find_nothing_to_step():
+    optimizer = grassy.make_optimizer(a_model(), "adamw", lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)  # asks for nothing: there are no gradients
 
 
 def test_clipping_uses_the_riemannian_norm_of_subspaces():

@@ -28,11 +28,12 @@ def test_a_users_file_may_have_a_base_in_the_package_and_others_beside_it(write)
     assert recipe.description == recipe.paper == ""  # the base's would not be true of it
 
 
-def test_a_warm_up_that_would_not_fit_is_shortened_with_the_run():
+def test_a_warm_up_takes_at_most_a_quarter_of_a_run_that_is_shortened():
     recipe = load_recipe("cifar100-resnet18-linear")
     assert recipe.warmup_epochs == 1
-    assert load_recipe("cifar100-resnet18-linear", ["epochs=1"]).warmup_epochs == pytest.approx(1 / recipe.epochs)
-    assert load_recipe("cifar100-resnet18-linear", ["epochs=2"]).warmup_epochs == 1
+    for epochs, warmup in ((1, 0.25), (2, 0.5), (4, 1), (20, 1), (recipe.epochs, 1)):
+        assert load_recipe("cifar100-resnet18-linear", [f"epochs={epochs}"]).warmup_epochs == warmup
+    assert load_recipe("swin-t-grassmann", ["epochs=25"]).warmup_epochs == 6.25
     with pytest.raises(ValueError, match="must be fewer than epochs 1"):
         load_recipe("cifar100-resnet18-linear", ["epochs=1", "warmup_epochs=1"])
 

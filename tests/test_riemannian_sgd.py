@@ -287,6 +287,10 @@ def test_the_optimizer_keeps_its_momentum_in_bfloat16_if_asked_to():
         for p, optimizer in zip(parameters, optimizers, strict=True):
             p.grad = grad.clone()
             optimizer.step()
+    state = optimizers[1].state_dict()
+    for group in state["param_groups"]:
+        del group["bfloat16_momentum"]  # of before there was a choice: that of the optimizer counts
+    optimizers[1].load_state_dict(state)
     buffers = [o.state[p]["momentum_buffer"] for p, o in zip(parameters, optimizers, strict=True)]
     assert [buffer.dtype for buffer in buffers] == [torch.float32, torch.bfloat16, torch.bfloat16]
     assert torch.equal(parameters[1], parameters[2])

@@ -242,8 +242,12 @@ def test_several_heads_step_as_each_alone():
     again = ops.geodesic_steps(weights, grads, momenta, 0.3, 0.9, counts=totals)
     assert [int(c.skipped) for c in again] == [0, 11, 20, 30]
     assert [total.tolist() for total in totals] == [[0, 1], [11, 1], [20, 1], [30, 1]]
-    ops.geodesic_steps(weights, grads, momenta, 0.3, 0.9, counts=totals, skip=torch.ones(()))
+    skipped = ops.geodesic_steps(weights, grads, momenta, 0.3, 0.9, counts=totals, skip=torch.ones(()))
     assert totals[1].tolist() == [11, 1]
+    assert int(skipped[1].skipped) == 11
+    assert [int(each.skipped) for each in ops.geodesic_steps(weights, grads, momenta, 0.3, skip=torch.ones(()))] == [
+        0
+    ] * 4
     with pytest.raises(ValueError, match="need weight and gradient of one shape"):
         ops.geodesic_steps(weights, grads[::-1], momenta, 0.3)
 

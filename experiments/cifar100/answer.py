@@ -85,7 +85,7 @@ def trials_table(study: Study) -> str:
         for job in (job for job in trials if job.base and job.key in study.lines):
             own = {key: job.changes[key] for key in SCALES if key in job.changes and key not in HEADS[name].changes}
             facts = [WORDS.get(key, key.removeprefix("head.") + " {}").format(value) for key, value in own.items()]
-            pair = [f"{job.changes['lr']:g}", f"{job.changes['weight_decay']:g}"]
+            pair = [str(job.changes["epochs"]), f"{job.changes['lr']:g}", f"{job.changes['weight_decay']:g}"]
             mark = "**" if job == study.chosen[name] else ""
             rows.append([f"{mark}{name}{mark}", *pair, ", ".join(facts) or "–", *_held_out(study, job)])
     planned = {job.key for trials in study.trials.values() for job in trials if job.base}
@@ -93,7 +93,15 @@ def trials_table(study: Study) -> str:
     note = f"\n\n{other} more trials were made with settings that were later taken out of the plan." if other else ""
     left = sum(not job.base or job.key not in study.lines for trials in study.trials.values() for job in trials)
     note += f"\n\n{left} trials are not yet run." if left else ""
-    head = ["", "learning rate", "weight decay", "the head's own", "held-out top-1", "cross-validated transfer"]
+    head = [
+        "",
+        "epochs",
+        "learning rate",
+        "weight decay",
+        "the head's own",
+        "held-out top-1",
+        "cross-validated transfer",
+    ]
     return table(head, rows) + note
 
 
@@ -125,10 +133,10 @@ def settings_table(study: Study) -> str:
 
 
 def summary(study: Study) -> str:
-    """For the README: some rows, as far as they are run, by what their heads are."""
-    names = ["softmax", "softmax-std", "grassmann-8", "grassmann-32", "grassmann-16-std", "grassmann-8-beyond"]
+    """For the README: all heads of linear layers and subspaces, as far as they are run, by what they are."""
+    names = [name for name in [*HEADS, "grassmann-32"] if name.startswith(("softmax", "grassmann"))]
     metrics = {"top1": 2, "variability": 1, "transfer": 2}
-    found = {study.jobs[name].key: name for name in [*names, *CONTESTANTS] if len(study.runs[name]) >= FEWEST}
+    found = {study.jobs[name].key: name for name in names if len(study.runs[name]) >= FEWEST}
     rows = [
         [described(study.jobs[name]), *(study.show(name, metric, digits) for metric, digits in metrics.items())]
         for name in found.values()

@@ -342,8 +342,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except KeyboardInterrupt:
-        if argv is None:  # the process ends: another one would only make it end in disorder
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if argv is None:  # the process ends: another one is to end it at once, and not by an exception
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         print("grassy: interrupted", file=sys.stderr)
         return 130  # 128 + SIGINT, as shells have it
 

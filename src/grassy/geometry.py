@@ -13,6 +13,7 @@ Formulas: Edelman, Arias, Smith 1998 (EAS); Bendokat, Zimmermann, Absil 2024 (BZ
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -29,15 +30,38 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[None]:
 def exact_products(tensor: Tensor) -> AbstractContextManager[None]:
     """Within this, products are taken in the precision of their operands: geometry survives neither autocast nor TF32.
 
-    Compiled code keeps the precision of products that it was compiled with.
+    The setting is one for the whole process. Compiled code keeps the precision that it was compiled with, and a
+    backward that runs later has that of its time.
     """
     return without_autocast(tensor) if torch.compiler.is_compiling() else _exact_products(tensor)
 
 
 @contextmanager
 def _exact_products(tensor: Tensor) -> Iterator[None]:
-    """Two interfaces set how products of float32 are taken, an older one for all of them and a newer one for each kind.
-    The older one refuses to answer if the newer one has been used.
+    with _PRECISION_LOCK:
+        if not _PRECISIONS:
+            _PRECISIONS.append(_reduce_nothing())
+        _PRECISIONS.append(None)  # one more is inside
+    try:
+        with without_autocast(tensor):
+            yield
+    finally:
+        with _PRECISION_LOCK:
+            _PRECISIONS.pop()
+            if len(_PRECISIONS) == 1 and (restore := _PRECISIONS.pop()):
+                restore()
+
+
+_PRECISION_LOCK = threading.Lock()
+#: How to restore the precision of products, and a None for each thread or function that wants them exact at present.
+_PRECISIONS: list[Callable[[], None] | None] = []
+
+
+def _reduce_nothing() -> Callable[[], None] | None:
+    """Have products of float32 taken as they are; what restores them, or None if they are taken so already.
+
+    Two interfaces of torch set it, an older one for all products and a newer one for each kind. The older one refuses
+    to answer if the newer one has been used.
     """
     kinds = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [kind.fp32_precision for kind in kinds]
@@ -45,17 +69,18 @@ def _exact_products(tensor: Tensor) -> Iterator[None]:
         of_all = torch.get_float32_matmul_precision()
     except RuntimeError:
         of_all = "highest"  # as far as the older one knows, since the newer one is in use
-    reduced = of_all != "highest" or any(each not in ("none", "ieee") for each in before)
-    try:
-        if reduced:
-            torch.set_float32_matmul_precision("highest")
-        with without_autocast(tensor):
-            yield
-    finally:
-        if reduced:
-            torch.set_float32_matmul_precision(of_all)
-            for kind, each in zip(kinds, before, strict=True):
+    if of_all == "highest" and all(each in ("none", "ieee") for each in before):
+        return None
+    torch.set_float32_matmul_precision("highest")
+
+    def restore() -> None:
+        torch.set_float32_matmul_precision(of_all)
+        for kind, each in zip(kinds, before, strict=True):
+            kind.fp32_precision = "none"
+            if kind.fp32_precision != each:  # else it follows what is set for all kinds
                 kind.fp32_precision = each
+
+    return restore
 
 
 def _in_full_precision(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

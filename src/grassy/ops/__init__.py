@@ -247,13 +247,15 @@ def geodesic_steps(
         return [StepCounts(*each) for each in counts]
     if direction == "spectral":
         options["direction"], impl = direction, "reference"
-    if skip is not None and skip.device.type == "cpu" and bool(skip != 0):
-        return [StepCounts(*each) for each in counts or map(_no_counts, weights)]
     found: dict[int, StepCounts] = {}
     for together in _launches(heads, impl, retraction):
         weight = weights[together[0]]
         rates = (_for_device(lr, weight), _for_device(momentum, weight))
-        if skip is not None and skip.device.type != "cpu":
+        if skip is not None and "cpu" in (skip.device.type, weight.device.type):  # then the host can tell
+            if bool(skip != 0):
+                found |= {i: StepCounts(*(counts[i] if counts else _no_counts(weights[i]))) for i in together}
+                continue
+        elif skip is not None:
             options["skip"] = skip.to(weight.device, non_blocking=True)
         with geometry.exact_products(weight):
             name = "cuda" if len(together) > 1 else choose(impl, weight)

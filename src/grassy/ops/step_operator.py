@@ -58,7 +58,7 @@ def geodesic_steps(
     momentum: float | Tensor,
     **options: Any,
 ) -> None:
-    """`grassy.ops.geodesic_steps` by the operator, for weights with momentum and for those without."""
+    """`grassy.ops.geodesic_steps` by the operator, for weights with momentum and then for those without."""
     rates = [(0.0, rate) if isinstance(rate, Tensor) else (float(rate), None) for rate in (lr, momentum)]
     for without in (False, True):
         chosen = [i for i, buffer in enumerate(momentum_buffers) if (buffer is None) == without]

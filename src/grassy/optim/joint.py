@@ -137,9 +137,10 @@ class JointOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What a GradScaler asks: whether to hand over its scale and flag, `grad_scale` and `found_inf`, and not to
-        wait for the flag. The other part can do with them if it is fused.
+        wait for the flag. As with torch's own optimizers that is for who asks for `fused`: others unscale before they
+        clip, and count on it.
         """
-        return all(getattr(part, "_step_supports_amp_scaling", False) for part, _ in self._parts())
+        return bool(getattr(self.euclidean, "_step_supports_amp_scaling", False))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; it is Euclidean unless it says {"manifold": "grassmann"}."""

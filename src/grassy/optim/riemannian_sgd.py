@@ -28,14 +28,9 @@ class RiemannianSGD(Optimizer):
         whatever the size of its gradient, and `lr` is that angle, in radians: 0.01 to 0.05, say.
     bfloat16_momentum: keep the momentum in bfloat16, half the memory: for very many classes.
 
-    A GradScaler has its flag and its scale read on the device, so that a step never waits for them.
-
     Weight decay would mean nothing, since a subspace has no scale. Classes whose gradient is not finite are left as
     they are and counted in `skipped_classes`.
     """
-
-    #: What a GradScaler asks: `grad_scale` and `found_inf` are set by it, and heeded by the step.
-    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -78,6 +73,7 @@ class RiemannianSGD(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Of a GradScaler, if the whole optimizer has asked for them: see JointOptimizer.
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -101,16 +97,18 @@ class RiemannianSGD(Optimizer):
                 max_angle=group["max_angle"],
                 maximize=group["maximize"],
                 direction=group["direction"],
-                skip=found_inf,
+                skip=found_inf if isinstance(found_inf, Tensor) else None,  # 0 if nothing has a gradient
                 counts=[_counts(self.state[p], p.device) for p in params],
             )
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        before = getattr(self, "param_groups", [])
         super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("direction", "gradient")  # of a state saved before there was a choice
-            group.setdefault("bfloat16_momentum", False)
+        for number, group in enumerate(self.param_groups):  # of a state saved before there was a choice
+            own = before[number] if number < len(before) else {}
+            group.setdefault("direction", own.get("direction", "gradient"))
+            group.setdefault("bfloat16_momentum", own.get("bfloat16_momentum", False))
             for own in (self.state[p] for p in group["params"] if p in self.state):
                 if "skipped_classes" in own:  # of one saved before both were one tensor
                     own["counts"] = torch.stack([own.pop("skipped_classes"), own.pop("capped_classes")])

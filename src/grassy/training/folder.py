@@ -19,6 +19,7 @@ FREE = (
     "paper",
     "epochs",
     "decay_milestones",  # they follow the epochs
+    "warmup_epochs",  # so does this, if there are few
     "workers",
     "val_batch_size",
     "val_interval",

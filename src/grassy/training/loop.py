@@ -361,7 +361,7 @@ def _last_good(output: Path) -> str:
 
 @contextlib.contextmanager
 def _told_to_stop(answer: bool) -> Iterator[Callable[[], int | None]]:
-    """The signal that came, of Ctrl-C and SIGTERM, or None; one that comes a second later ends the process at once.
+    """The signal that came, of Ctrl-C and SIGTERM, or None; a Ctrl-C that comes a second later ends the process.
 
     answer: a Ctrl-C on the terminal.
     """
@@ -377,7 +377,7 @@ def _told_to_stop(answer: bool) -> Iterator[Callable[[], int | None]]:
             if answer and number == signal.SIGINT:
                 with contextlib.suppress(OSError):  # not by print, which may be what was interrupted
                     os.write(2, STOPPING)
-        elif time.monotonic() - first > IMPATIENCE:
+        elif number == signal.SIGINT and time.monotonic() - first > IMPATIENCE:
             signal.signal(number, previous[number])
             signal.raise_signal(number)
 

@@ -21,6 +21,8 @@ from grassy.heads import check_head_options, create_head
 from grassy.spelling import nearest
 from grassy.training.checks import check_values
 
+#: The share of a run that was shortened that its warm-up takes at most.
+LONGEST_WARMUP = 0.25
 #: The recipe of a run, in its folder.
 ARGS = "args.yaml"
 
@@ -202,8 +204,8 @@ def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
 
 
 def _milestones_follow(before: Mapping[str, Any], after: dict[str, Any], given: Container[str]) -> dict[str, Any]:
-    """A run of a tenth of the epochs also decays ten times as early, and another schedule has no milestones. A warm-up
-    that would not fit is shortened alike.
+    """A run of a tenth of the epochs also decays ten times as early, and another schedule has no milestones. Nor does a
+    warm-up take most of a shortened run.
     """
     after = _warmup_follows(before, after, given)
     milestones = after.get("decay_milestones")
@@ -221,9 +223,9 @@ def _warmup_follows(before: Mapping[str, Any], after: dict[str, Any], given: Con
     old, new = (settings.get("epochs", Recipe.epochs) for settings in (before, after))
     warmup = after.get("warmup_epochs", 0)
     numbers = all(isinstance(value, int | float) and value > 0 for value in (old, new, warmup))
-    if not numbers or "warmup_epochs" in given or "epochs" not in given or not new <= warmup < old:
+    if not numbers or "warmup_epochs" in given or "epochs" not in given or new >= old:
         return after
-    return {**after, "warmup_epochs": warmup * new / old}
+    return {**after, "warmup_epochs": min(warmup, LONGEST_WARMUP * new)}
 
 
 def _check_head(name: Any, **options: Any) -> None:
