@@ -12,7 +12,7 @@ from typing import Any
 from grassy.torchvision_import import import_torchvision
 
 #: Of images that Pillow reads, beside those that timm looks for.
-MORE_SUFFIXES = {".avif", ".bmp", ".gif", ".jfif", ".jp2", ".pgm", ".ppm", ".tif", ".tiff", ".webp"}
+MORE_SUFFIXES = {".avif", ".bmp", ".jfif", ".jp2", ".pgm", ".ppm", ".tif", ".tiff", ".webp"}
 
 
 def open_files(root: Path, class_names: Sequence[str] | None = None) -> Any:
