@@ -81,6 +81,24 @@ def test_ops_explain_what_they_choose():
     assert ops.explain(small.to("meta"))["reference"] is None
 
 
+def test_ops_explain_who_computes_the_logits(monkeypatch):
+    x, w = torch.randn(5, 8), g.random_subspace(3, 2, 8)
+    reasons = ops.explain_logits(x, w)
+    assert list(reasons) == ["triton", "reference"]
+    assert "GPU" in reasons["triton"]
+    assert reasons["reference"] is None
+    monkeypatch.setattr(ops, "_by_kernels", lambda *_: True)  # as if there were one
+    assert ops.explain_logits(x, w) == {"triton": None, "reference": None}
+    assert "gamma is a tensor" in ops.explain_logits(x, w, torch.tensor(25.0))["triton"]
+    assert "float32 and bfloat16" in ops.explain_logits(x.double(), w.double())["triton"]
+    assert "do not fit each other" in ops.explain_logits(x[:, :7], w)["triton"]
+    assert "torch.func" in ops.explain_logits(MaskedFeatures(x), w)["triton"]
+
+
+class MaskedFeatures(torch.Tensor):
+    """A subclass of Tensor."""
+
+
 @pytest.mark.parametrize("impl", ["cuda", "triton"])
 def test_a_kernel_that_cannot_run_says_why(impl, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -64,6 +64,14 @@ def explain(weight: Tensor) -> dict[str, str | None]:
     return {name: _why_not(name, weight) for name in _order(weight)}
 
 
+def explain_logits(x: Tensor, weight: Tensor, gamma: float | Tensor = 25.0) -> dict[str, str | None]:
+    """As `explain`, of the implementations of `subspace_logits` and `subspace_cross_entropy` for such tensors."""
+    reason = None if _by_kernels("auto", weight) else _impossible("triton", weight)
+    if reason is None and not _by_kernels("auto", weight):
+        reason = "the weight is not on a GPU" if weight.device.type != "cuda" else "the model is being exported"
+    return {"triton": reason or fused_logits.unfit(x, weight, gamma), "reference": None}
+
+
 def _order(weight: Tensor) -> list[str]:
     if weight.device.type != "cuda":
         return ["native", "reference"]
@@ -337,6 +345,7 @@ __all__ = [
     "check_step_options",
     "choose",
     "explain",
+    "explain_logits",
     "geodesic_step",
     "geodesic_steps",
     "subspace_cross_entropy",

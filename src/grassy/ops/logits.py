@@ -30,16 +30,22 @@ def subspace_logits(x: Tensor, weight: Tensor, gamma: float, normalize: bool) ->
 
 
 def fits(x: Tensor, weight: Tensor, gamma: float | Tensor) -> bool:
-    """Whether the operators take such tensors: float32 and bfloat16, on one device, and gamma a number.
+    """Whether the operators take such tensors."""
+    return unfit(x, weight, gamma) is None
 
-    A gamma that is a tensor would have to be read back, or to get a gradient.
-    """
-    # A DTensor, say, knows plain torch's operators, but not these; nor do the transforms of torch.func.
+
+def unfit(x: Tensor, weight: Tensor, gamma: float | Tensor) -> str | None:
+    """Why the operators do not take such tensors, None if they do."""
+    if isinstance(gamma, Tensor):
+        return "gamma is a tensor: it would have to be read back, or to get a gradient"
     plain = type(x) in (Tensor, nn.Parameter) and type(weight) in (Tensor, nn.Parameter)
-    plain = plain and not torch._C._are_functorch_transforms_active()
-    dtypes = {x.dtype, weight.dtype, product_dtype(x, weight)}
-    shapes = weight.ndim == 3 and x.ndim > 0 and x.shape[-1] == weight.shape[-1] > 0
-    return plain and shapes and x.device == weight.device and dtypes <= set(DTYPES) and not isinstance(gamma, Tensor)
+    if not plain or torch._C._are_functorch_transforms_active():
+        return "subclasses of Tensor, and the transforms of torch.func, know the operators of plain torch alone"
+    if not {x.dtype, weight.dtype, product_dtype(x, weight)} <= set(DTYPES):
+        return "it computes in float32 and bfloat16"
+    if weight.ndim != 3 or not x.ndim or not x.shape[-1] == weight.shape[-1] > 0 or x.device != weight.device:
+        return "features (..., N) and weight (C, K, N) do not fit each other, or are on different devices"
+    return None
 
 
 def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
