@@ -196,7 +196,13 @@ def aims(rows: list[Result]) -> str:
     if not missed:
         return text + "reached by all."
     names = ", ".join(
-        f"{row['classes']:,} x {row['k']} x {row['n']:,} ({row['step_over_floor']:.2f})" for row in missed
+        f"{row['classes']:,} x {row['k']} x {row['n']:,} ({row['step_over_floor']:.2f}"
+        + (
+            f", of which a launch that does nothing takes {row['launch_ms'] / row['floor_ms']:.2f})"
+            if "launch_ms" in row
+            else ")"
+        )
+        for row in missed
     )
     return f"{text}it is missed by {names}; [what bounds it and what was tried](kernels.md#what-bounds-it)."
 
