@@ -5,6 +5,7 @@ import json
 import math
 import statistics
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -224,6 +225,8 @@ def test_the_same_settings_in_two_rows_are_one_run():
     left = [(job.row, job.number) for job in to_do(plan(lines), lines)]
     assert ("grassmann-long", 100) in left
     assert ("grassmann-16-std", 100) not in left
+    alone = run.remaining(SimpleNamespace(overrides=[], only=["grassmann-16-std"], retry=False), lines)
+    assert [job.number for job in alone] == [100, 101, 102]  # even if the first row is not asked for
 
 
 def test_settings_are_chosen_by_the_held_out_score_alone():

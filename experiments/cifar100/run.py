@@ -236,8 +236,9 @@ def main() -> None:
 
 
 def remaining(args: argparse.Namespace, lines: Lines) -> list[Job]:
-    jobs = to_do(plan(lines, args.overrides), lines, args.retry)
-    return [job for job in jobs if any(fnmatch.fnmatch(job.row, pattern) for pattern in args.only)]
+    jobs = plan(lines, args.overrides)
+    asked = [job for job in jobs if any(fnmatch.fnmatch(job.row, pattern) for pattern in args.only)]
+    return list(to_do(asked, lines, args.retry))
 
 
 def expected(job: Job, lines: Lines, hardware: str | None, place: Place) -> float:
