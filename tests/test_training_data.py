@@ -55,6 +55,8 @@ def test_images_of_all_usual_formats_are_taken(tmp_path):
     assert len(images) == 18
     assert {Path(images.name(i)).suffix for i in range(12, 18)} == {".webp", ".bmp", ".tif", ".jpeg", ".png"}
     assert all(images.load(i)[0].mode == "RGB" for i in range(12, 18))
+    notes = open_data(tiny_recipe(), folder, Process(torch.device("cpu"))).notes
+    assert "among 18 training images there are 1 .bmp, 1 .tif, 1 .webp: if they are not meant, move them away" in notes
 
 
 def test_a_validation_set_that_lacks_a_class_keeps_the_numbers_of_the_training_set(tmp_path):

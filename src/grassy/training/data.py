@@ -1,5 +1,7 @@
 """The data of a run: the sets that a recipe names, and the loaders that fit them."""
 
+import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 from grassy.training.augment import eval_transform, train_transform
 from grassy.training.datasets import ArrayImages, Images, check_labels, number_of_classes, open_images
 from grassy.training.distributed import Process
+from grassy.training.files import MORE_SUFFIXES
 from grassy.training.loader import EpochBatches, Share, ValidationLoader, WorkerLoader
 from grassy.training.recipe import Recipe
 from grassy.training.resident import SMALL_ENOUGH, ResidentLoader, ResidentValidation, unfit
@@ -59,7 +62,15 @@ def open_data(recipe: Recipe, data_dir: Path | None, process: Process) -> Data:
         notes.append(f"there is one class only, {names[0] if names else 0}: is --data-dir the folder above its parts?")
     validation = _validation_loader(recipe, held_out, num_classes, process)
     sharded = isinstance(validation, ValidationLoader)
-    return Data(train, validation, sharded, num_classes, names, batch_size, [*notes, *_unseen(images, held_out)])
+    return Data(
+        train,
+        validation,
+        sharded,
+        num_classes,
+        names,
+        batch_size,
+        [*notes, *_unusual(images), *_unseen(images, held_out)],
+    )
 
 
 def open_validation(
@@ -106,6 +117,18 @@ def _batch_size(recipe: Recipe, images: int, parts: int) -> tuple[int, list[str]
         pairs = " of pairs" if recipe.mixes else ""
         raise ValueError(f"{images} images are too few for {parts} parts{pairs}, processes times grad_accum_steps")
     return batch_size, [f"batch_size {recipe.batch_size} is more than the {images} images: using {batch_size}"]
+
+
+def _unusual(images: Images) -> list[str]:
+    """What to say of images in a format beside the usual ones: they may be masks, or copies."""
+    samples = getattr(getattr(images, "reader", None), "samples", [])
+    files = [sample[0] for sample in samples if isinstance(sample[0], str)]  # in a tar they are something else
+    kinds = Counter(os.path.splitext(file)[1].lower() for file in files)
+    some = {kind: count for kind, count in kinds.items() if kind in MORE_SUFFIXES}
+    if not some or len(some) == len(kinds):
+        return []
+    listing = ", ".join(f"{count} {kind}" for kind, count in sorted(some.items()))
+    return [f"among {len(files)} training images there are {listing}: if they are not meant, move them away"]
 
 
 def _unseen(images: Images, held_out: Images) -> list[str]:
