@@ -105,10 +105,11 @@ class RiemannianSGD(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = getattr(self, "param_groups", [])
         super().__setstate__(state)
-        for number, group in enumerate(self.param_groups):  # of a state saved before there was a choice
-            own = before[number] if number < len(before) else {}
-            group.setdefault("direction", own.get("direction", "gradient"))
-            group.setdefault("bfloat16_momentum", own.get("bfloat16_momentum", False))
+        for number, group in enumerate(self.param_groups):
+            # Of a state saved before there was a choice: what it was trained with, and how this one keeps it.
+            group.setdefault("direction", "gradient")
+            now = before[number] if number < len(before) else {}
+            group.setdefault("bfloat16_momentum", now.get("bfloat16_momentum", False))
             for own in (self.state[p] for p in group["params"] if p in self.state):
                 if "skipped_classes" in own:  # of one saved before both were one tensor
                     own["counts"] = torch.stack([own.pop("skipped_classes"), own.pop("capped_classes")])
