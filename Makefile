@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 .PHONY: chromium demo test lint bench docs clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/installed-demo  ## train a linear and some Grassmann heads on digits; under a minute
+demo: $(VENV)/installed-demo  ## train a linear and some Grassmann heads on digits; a minute or two
 	$(RUN) -m grassy demo
 
 test: $(VENV)/installed-dev $(if $(CI),chromium)  ## all tests

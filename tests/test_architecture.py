@@ -11,7 +11,7 @@ PACKAGE = Path(grassy.__file__).parent
 
 # Each part may use the parts before it, and itself. Parts on one line do not use each other.
 LAYERS = [
-    {"criteria", "spelling", "subspaces", "torchvision_import"},
+    {"criteria", "precision", "spelling", "subspaces", "torchvision_import"},
     {"geometry", "paper"},
     {"ops"},
     {"heads", "optim"},

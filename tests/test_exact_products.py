@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grassy import geometry as g
 from grassy import ops
+from grassy.precision import exact_products
 
 
 class Products(TorchDispatchMode):
@@ -70,7 +71,7 @@ def test_what_is_set_for_all_products_stays_in_force_after_exact_ones():
         for kind in kinds:
             kind.fp32_precision = "none"
         torch.backends.fp32_precision = "tf32"
-        with g.exact_products(torch.zeros(())), g.exact_products(torch.zeros(())):
+        with exact_products(torch.zeros(())), exact_products(torch.zeros(())):
             assert precisions() == ["ieee", "ieee"]
         assert precisions()[0] == "tf32"
         torch.backends.fp32_precision = "ieee"
@@ -82,7 +83,7 @@ def test_what_is_set_for_all_products_stays_in_force_after_exact_ones():
 @pytest.mark.usefixtures("usual_precision")
 def test_products_stay_exact_until_the_last_thread_is_done():
     torch.set_float32_matmul_precision("high")
-    first, second = g.exact_products(torch.zeros(())), g.exact_products(torch.zeros(()))
+    first, second = exact_products(torch.zeros(())), exact_products(torch.zeros(()))
     first.__enter__()
     with ThreadPoolExecutor(1) as other:
         other.submit(second.__enter__).result()

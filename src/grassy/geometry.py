@@ -13,74 +13,12 @@ Formulas: Edelman, Arias, Smith 1998 (EAS); Bendokat, Zimmermann, Absil 2024 (BZ
 
 import functools
 import math
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-
-def without_autocast(tensor: Tensor) -> AbstractContextManager[None]:
-    """Within this, autocast is off for the device of the tensor."""
-    kind = tensor.device.type
-    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)  # type: ignore[return-value]
-
-
-def exact_products(tensor: Tensor) -> AbstractContextManager[None]:
-    """Within this, products are taken in the precision of their operands: geometry survives neither autocast nor TF32.
-
-    The setting is one for the whole process. Compiled code keeps the precision that it was compiled with, and a
-    backward that runs later has that of its time.
-    """
-    return without_autocast(tensor) if torch.compiler.is_compiling() else _exact_products(tensor)
-
-
-@contextmanager
-def _exact_products(tensor: Tensor) -> Iterator[None]:
-    with _PRECISION_LOCK:
-        if not _PRECISIONS:
-            _PRECISIONS.append(_reduce_nothing())
-        _PRECISIONS.append(None)  # one more is inside
-    try:
-        with without_autocast(tensor):
-            yield
-    finally:
-        with _PRECISION_LOCK:
-            _PRECISIONS.pop()
-            if len(_PRECISIONS) == 1 and (restore := _PRECISIONS.pop()):
-                restore()
-
-
-_PRECISION_LOCK = threading.Lock()
-#: How to restore the precision of products, and a None for each thread or function that wants them exact at present.
-_PRECISIONS: list[Callable[[], None] | None] = []
-
-
-def _reduce_nothing() -> Callable[[], None] | None:
-    """Have products of float32 taken as they are; what restores them, or None if they are taken so already.
-
-    Two interfaces of torch set it, an older one for all products and a newer one for each kind. The older one refuses
-    to answer if the newer one has been used.
-    """
-    kinds = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [kind.fp32_precision for kind in kinds]
-    try:
-        of_all = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        of_all = "highest"  # as far as the older one knows, since the newer one is in use
-    if of_all == "highest" and all(each in ("none", "ieee") for each in before):
-        return None
-    torch.set_float32_matmul_precision("highest")
-
-    def restore() -> None:
-        torch.set_float32_matmul_precision(of_all)
-        for kind, each in zip(kinds, before, strict=True):
-            kind.fp32_precision = "none"
-            if kind.fp32_precision != each:  # else it follows what is set for all kinds
-                kind.fp32_precision = each
-
-    return restore
+from grassy.precision import exact_products
 
 
 def _in_full_precision(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grassy import geometry
 from grassy.ops import cross_entropy as fused_loss
 from grassy.ops import logits as fused_logits
 from grassy.ops import native, step_operator
 from grassy.ops.reference import autocasts, unit
 from grassy.ops.reference import subspace_logits as reference_logits
+from grassy.precision import exact_products
 
 RETRACTIONS = ("geodesic", "qf")
 TRANSPORTS = ("projection", "parallel")
@@ -66,10 +66,13 @@ def explain(weight: Tensor) -> dict[str, str | None]:
 
 def explain_logits(x: Tensor, weight: Tensor, gamma: float | Tensor = 25.0) -> dict[str, str | None]:
     """As `explain`, of the implementations of `subspace_logits` and `subspace_cross_entropy` for such tensors."""
-    reason = None if _by_kernels("auto", weight) else _impossible("triton", weight)
-    if reason is None and not _by_kernels("auto", weight):
-        reason = "the weight is not on a GPU" if weight.device.type != "cuda" else "the model is being exported"
-    return {"triton": reason or fused_logits.unfit(x, weight, gamma), "reference": None}
+    if _by_kernels("auto", weight):
+        reason = fused_logits.unfit(x, weight, gamma)
+    elif weight.device.type != "cuda":
+        reason = "the weight is not on a GPU"
+    else:
+        reason = _impossible("triton", weight) or "the model is being exported"
+    return {"triton": reason, "reference": None}
 
 
 def _order(weight: Tensor) -> list[str]:
@@ -259,13 +262,12 @@ def geodesic_steps(
     for together in _launches(heads, impl, retraction):
         weight = weights[together[0]]
         rates = (_for_device(lr, weight), _for_device(momentum, weight))
-        if skip is not None and "cpu" in (skip.device.type, weight.device.type):  # then the host can tell
-            if bool(skip != 0):
-                found |= {i: StepCounts(*(counts[i] if counts else _no_counts(weights[i]))) for i in together}
-                continue
-        elif skip is not None:
-            options["skip"] = skip.to(weight.device, non_blocking=True)
-        with geometry.exact_products(weight):
+        by_host = skip is not None and "cpu" in (skip.device.type, weight.device.type)
+        if skip is not None and by_host and bool(skip != 0):
+            found |= {i: StepCounts(*(counts[i] if counts else _no_counts(weights[i]))) for i in together}
+            continue
+        options["skip"] = None if skip is None or by_host else skip.to(weight.device, non_blocking=True)
+        with exact_products(weight):
             name = "cuda" if len(together) > 1 else choose(impl, weight)
             totals = None if counts is None else [counts[i] for i in together]
             if name == "cuda":

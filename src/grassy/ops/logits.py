@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grassy import geometry
 from grassy.ops.reference import autocasts
+from grassy.precision import without_autocast
 
 #: What kernels compute with; all else is left to plain torch and its autograd.
 DTYPES = (torch.float32, torch.bfloat16)
@@ -60,7 +60,7 @@ def wants_grad(*tensors: Tensor) -> bool:
 @contextmanager
 def as_given(x: Tensor) -> Iterator[None]:
     """Within an operator: products in the precision of their operands, and kernels on the GPU that x is on."""
-    with geometry.without_autocast(x), torch.cuda.device_of(x):
+    with without_autocast(x), torch.cuda.device_of(x):
         yield
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from grassy import geometry
+from grassy.precision import exact_products
 from grassy.subspaces import named_subspaces
 
 
@@ -98,7 +99,7 @@ def _polar_factor(m: Tensor) -> Tensor:
 
     Aligned bases are nowhere more than 90° apart, so no singular value is below 1/√2, and six iterations converge.
     """
-    with geometry.exact_products(m):
+    with exact_products(m):
         for _ in range(6):
             m = 1.5 * m - 0.5 * (m @ m.mT) @ m
     return m

@@ -13,6 +13,7 @@ from grassy.loss import classification_loss
 from grassy.ops.spectral import SOFTENING
 from grassy.optim import make_optimizer
 from grassy.optim.joint import JointOptimizer
+from grassy.precision import exact_products
 from grassy.subspaces import named_subspaces
 from grassy.training.models import heads_of
 
@@ -49,7 +50,7 @@ def largest_turn(optimizer: JointOptimizer) -> float:
                 tangent = geometry.project(p, p.grad)
             if tangent is not None:
                 tangent = tangent.to(p.dtype)
-                with geometry.exact_products(tangent):
+                with exact_products(tangent):
                     speed = torch.linalg.eigvalsh(tangent @ tangent.mT)[..., -1].amax().clamp_min(0).sqrt()
                 if group["direction"] == "spectral":
                     speed = (speed > 0) / (1 + SOFTENING) ** 0.5

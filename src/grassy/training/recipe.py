@@ -130,7 +130,7 @@ class Recipe:
     def changed(self, changes: Mapping[str, Any]) -> "Recipe":
         """The recipe with some fields changed; mappings are merged, and "head.k" is the k of the head."""
         before = dataclasses.asdict(self)
-        return Recipe(**_milestones_follow(before, _merged(before, changes), changes))
+        return Recipe(**_schedule_follows(before, _merged(before, changes), changes))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, numbers and strings, as YAML and JSON have them."""
@@ -153,7 +153,7 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = (), fields: Mapping
             raise ValueError(f"a setting is given as key=value, got {override!r}")
         settings = _merged(settings, {key.strip(): _parsed(value, override)})
         given.add(key.strip())
-    return Recipe(**_milestones_follow(before, _merged(settings, fields or {}), given))
+    return Recipe(**_schedule_follows(before, _merged(settings, fields or {}), given))
 
 
 def read_settings(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def read_settings(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any
         settings.pop("description", None)  # a description and the paper's row are a file's own
         settings.pop("paper", None)
     try:
-        return _milestones_follow(settings, _merged(settings, own), own)
+        return _schedule_follows(settings, _merged(settings, own), own)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{place}: {error}") from None
 
@@ -203,7 +203,7 @@ def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     return merged
 
 
-def _milestones_follow(before: Mapping[str, Any], after: dict[str, Any], given: Container[str]) -> dict[str, Any]:
+def _schedule_follows(before: Mapping[str, Any], after: dict[str, Any], given: Container[str]) -> dict[str, Any]:
     """A run of a tenth of the epochs also decays ten times as early, and another schedule has no milestones. Nor does a
     warm-up take most of a shortened run.
     """
