@@ -14,6 +14,12 @@ from grassy import geometry as g
 from optimizer_cases import BASES, a_model, assert_identical, data, every_base, train, weights
 
 
+def test_a_misspelt_option_of_either_part_gets_a_hint():
+    for name, meant in (("bfloat16_momentun", "bfloat16_momentum"), ("nesterow", "nesterov")):
+        with pytest.raises(TypeError, match=f"SGD has no option '{name}', did you mean '{meant}'"):
+            grassy.make_optimizer(a_model(), "sgd", lr=0.1, **{name: True})
+
+
 def test_an_optimizer_that_needs_second_derivatives_is_refused():
     with pytest.raises(ValueError, match="'adahessian' needs second derivatives"):
         grassy.make_optimizer(a_model(), "adahessian", lr=1e-3)

@@ -229,7 +229,8 @@ def _check_options(optimizer_class: type[Optimizer], given: Iterable[str]) -> No
     known = [parameter.name for parameter in parameters]
     for name in given:
         if name not in known:
-            raise TypeError(f"{optimizer_class.__name__} has no option {name!r}{nearest(name, known)}")
+            hint = nearest(name, [*known, *inspect.signature(make_optimizer).parameters])
+            raise TypeError(f"{optimizer_class.__name__} has no option {name!r}{hint}")
 
 
 def _euclidean_groups(
