@@ -12,6 +12,7 @@ import pytest
 import torch
 from experiments.cifar100 import answer, measure, run
 from experiments.cifar100.claims import NOT_YET, Interval, Part, Study, difference, slope, verdict
+from experiments.cifar100.pictures import best_of_both
 from experiments.cifar100.plan import (
     FINAL,
     FIVE_SEEDS,
@@ -361,3 +362,9 @@ def test_a_claim_is_decided_by_the_runs(tmp_path):
     )
     assert "74.00 ± 0.04" in answer.summary(study)
     assert "images/results-k.png" in answer.pictures(study, tmp_path)
+
+
+def test_the_front_is_what_no_row_surpasses_in_both():
+    points = [(1.0, 9.0), (2.0, 5.0), (2.0, 7.0), (3.0, 7.0), (0.5, 9.0), (4.0, 1.0), (3.5, 0.5)]
+    assert best_of_both(points) == [(1.0, 9.0), (3.0, 7.0), (4.0, 1.0)]
+    assert best_of_both(reversed(points)) == best_of_both(points)

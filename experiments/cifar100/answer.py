@@ -6,14 +6,14 @@ No verdict is written by hand: claims.py has the rule. With runs missing, it say
 """
 
 import argparse
-import math
 import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.cifar100.claims import FEWEST, NOT_YET, UNITS, Study, claims, verdict
-from experiments.cifar100.plan import CONTESTANTS, FIRST_CONTESTANTS, GOAL, HEADS, KS, SETS, TUNE, VARIANTS, Job, read
+from experiments.cifar100.claims import FEWEST, NOT_YET, Study, claims, verdict
+from experiments.cifar100.pictures import pictures
+from experiments.cifar100.plan import CONTESTANTS, FIRST_CONTESTANTS, GOAL, HEADS, SETS, TUNE, VARIANTS, Job, read
 
 ROOT = Path(__file__).parent.parent.parent
 GOAL_SEEDS = 5
@@ -169,45 +169,6 @@ def about(study: Study) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ pages
-
-
-def pictures(study: Study, folder: Path) -> str:
-    """Two pictures, of what k does and of top-1 against transfer, as far as there is something to draw; their links."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    def point(row: str, metric: str) -> tuple[float, float]:
-        values = study.values(row, metric)
-        return statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-
-    rows = [row for row, runs in study.runs.items() if runs]
-    ks = [k for k in KS if f"grassmann-{k}" in rows]
-    links = []
-    folder.mkdir(parents=True, exist_ok=True)
-    if len(ks) > 1 and "softmax" in rows:
-        figure, axes = plt.subplots(1, len(UNITS), figsize=(13, 3), layout="constrained")
-        for axis, (metric, title) in zip(axes, UNITS.items(), strict=True):
-            means, errors = zip(*(point(f"grassmann-{k}", metric) for k in ks), strict=True)
-            axis.errorbar(ks, means, errors, marker="o", capsize=3, label="Grassmann")
-            axis.axhline(point("softmax", metric)[0], color="gray", linestyle="--", label="softmax")
-            axis.set(xscale="log", xlabel="k", title=title, xticks=ks, xticklabels=ks)
-            axis.minorticks_off()
-        axes[0].legend()
-        figure.savefig(folder / "results-k.png", dpi=150)
-        links.append("![What k does to top-1, transfer, variability and class separation](images/results-k.png)")
-    if len(rows) > 1:
-        figure, axis = plt.subplots(figsize=(8, 6), layout="constrained")
-        for row in rows:
-            (x, dx), (y, dy) = point(row, "top1"), point(row, "transfer")
-            axis.errorbar(x, y, dy, dx, marker="o", capsize=2, color="C0" if row.startswith("grassmann") else "C1")
-            axis.annotate(row, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
-        axis.set(xlabel="top-1 on CIFAR-100, %", ylabel="mean transfer, %")
-        figure.savefig(folder / "results-front.png", dpi=150)
-        links.append("![Top-1 against transfer, all rows, with standard errors](images/results-front.png)")
-    plt.close("all")
-    return "\n\n".join(links)
 
 
 def write(page: Path, blocks: dict[str, str]) -> None:

@@ -201,17 +201,21 @@ def claims(study: Study) -> list[tuple[str, str, list[Part]]]:
             "normalising features matters",
             f"k = 1: {figures('top1', 'grassmann-k1', 'grassmann-k1-unnormalized')}; "
             f"k = 8: {figures('top1', 'grassmann', 'grassmann-unnormalized')}",
-            [gap("grassmann-1", "grassmann-1-unnormalized"), gap(g, "grassmann-8-unnormalized")],
+            [
+                gap("grassmann-1", "grassmann-1-unnormalized"),
+                gap(g, "grassmann-8-unnormalized"),
+                gap(g, "grassmann-8-unnormalized", "transfer", side=""),
+            ],
         ),
         (
             "Riemannian SGD beats plain SGD on the subspaces",
             figures("top1", "grassmann", "grassmann-plain-sgd"),
-            [gap(g, "grassmann-8-plain-sgd")],
+            [gap(g, "grassmann-8-plain-sgd"), gap(g, "grassmann-8-plain-sgd", "transfer", side="")],
         ),
         (
             "geodesic and qf retraction are alike",
             figures("top1", "grassmann", "grassmann-qf"),
-            [gap(g, "grassmann-8-qf", side="=")],
+            [gap(g, "grassmann-8-qf", side="="), gap(g, "grassmann-8-qf", "transfer", side="")],
         ),
         (
             "joint training is essential: on frozen softmax features a new head gains little, fine-tuning all gains",
