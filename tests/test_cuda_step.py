@@ -9,6 +9,9 @@ from grassy import geometry as g
 from grassy import ops
 from grassy.ops import cuda_step, cuda_stream, nvrtc
 
+triton_step = pytest.importorskip("grassy.ops.triton_step", reason="triton is not installed")
+triton_stream = pytest.importorskip("grassy.ops.triton_stream", reason="triton is not installed")
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 F64, BF16 = torch.float64, torch.bfloat16
@@ -126,6 +129,32 @@ def test_large_turns_are_taken_with_care(shape):
     assert distance < 1e-4
     assert error < 1e-6
     assert compare(w, d, m, "cuda", max_angle=0.3)[0] < 1.5e-6
+
+
+STREAMED = [(5, 3, 4100), (5, 8, 2047), (5, 16, 2048), (4, 17, 129), (3, 32, 2048), (4, 33, 129), (3, 64, 256),
+            (3, 64, 2048)]  # fmt: skip
+
+
+@pytest.mark.parametrize("lr", [5e-4, 5e-3, 0.05])
+@pytest.mark.parametrize("transport", ["projection", "parallel"])
+@pytest.mark.parametrize("shape", STREAMED, ids=str)
+def test_what_is_streamed_by_triton_agrees(shape, transport, lr):
+    w, d, m = case(shape)
+    assert not triton_step.fits(w)
+    assert triton_stream.fits(w)
+    for options in ({}, {"max_angle": 0.01}):
+        distance, momentum, error = compare(w, d, m, "triton", lr, transport=transport, **options)
+        assert distance < (1e-6 if shape[2] <= 2048 and shape[1] <= 32 else 3e-6)
+        assert momentum < 3e-6
+        assert error < 1e-6
+    w[0, -1] = 0
+    before = w.clone()
+    d[2], m[2] = 0, 0
+    ops.geodesic_step(w, d.to(BF16), m, lr, 0.9, impl="triton", transport=transport)
+    assert not w[0, -1].any()
+    assert not m[0, -1].any()
+    assert torch.equal(w[[1, 2]], before[[1, 2]])
+    assert g.orthonormality_error(w.double()) < 1e-6
 
 
 @pytest.mark.parametrize("lr", [5e-4, 5e-3, 0.05])

@@ -100,7 +100,7 @@ def _impossible(impl: str, weight: Tensor) -> str | None:
 def _unfit(impl: str, weight: Tensor) -> str | None:
     """Why an implementation that could run would only hand such a weight to the reference, or be no faster."""
     if impl == "triton" and not _load("triton").fits(weight):
-        return "it takes contiguous float32 weights whose classes fit into registers"
+        return "unless it is asked for, it takes contiguous float32 weights whose classes fit into registers"
     if impl == "native" and not native.worth_it(weight):
         return (
             native.unavailable() if native.large_enough(weight) else "it pays for float32 weights of a million numbers"

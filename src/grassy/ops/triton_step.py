@@ -1,8 +1,8 @@
 """The step of small classes on a GPU: one launch, one program a class, everything in registers.
 
 A class fits if its block of K x N numbers, both rounded up to powers of two, has at most `MAX_ELEMENTS`. Larger ones go
-to the reference. The arithmetic is float32 throughout, and follows `reference._step` line by line. With
-TRITON_INTERPRET=1 the kernel runs, slowly, on tensors of the CPU.
+to `triton_stream`, or to the reference. The arithmetic is float32 throughout, and follows `reference._step` line by
+line. With TRITON_INTERPRET=1 the kernel runs, slowly, on tensors of the CPU.
 
 Learning rate and momentum may be tensors on the device, and nothing is read back: the step can live in a CUDA graph.
 """
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grassy.ops import reference
+from grassy.ops import reference, triton_stream
 from grassy.ops.reference import MAX_DOUBLINGS
 
 __all__ = ["fits", "geodesic_step"]
@@ -46,8 +46,9 @@ def geodesic_step(
     skip: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`reference.geodesic_step` in one launch. counts: two numbers to which those of this step are added."""
-    if retraction == "qf" or not fits(weight) or (momentum_buffer is not None and not momentum_buffer.is_contiguous()):
+    """`reference.geodesic_step` in one launch, or a few. counts: two numbers to which those of this step are added."""
+    small, contiguous = fits(weight), momentum_buffer is None or momentum_buffer.is_contiguous()
+    if retraction == "qf" or not contiguous or not (small or triton_stream.fits(weight)):
         found = reference.geodesic_step(
             weight,
             grad,
@@ -67,6 +68,15 @@ def geodesic_step(
     classes, k, n = weight.shape
     if counts is None:
         counts = torch.zeros(2, dtype=torch.int64, device=weight.device)
+    if not small:
+        triton_stream.launch(
+            *(weight, grad.contiguous(), momentum_buffer, counts, lr, momentum),
+            transport=transport,
+            max_angle=max_angle,
+            maximize=maximize,
+            skip=skip,
+        )
+        return counts[0], counts[1]
     rows, columns = triton.next_power_of_2(k), triton.next_power_of_2(n)
     with torch.cuda.device_of(weight):  # Triton launches on the current device
         _step[(classes,)](

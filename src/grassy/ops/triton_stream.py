@@ -1,0 +1,421 @@
+"""The step of classes that do not fit on the chip, in a few launches: k up to 64, and any n on any GPU.
+
+The mathematics is that of `reference._step`, the names too. A first pass over the columns sums the Gram matrices of W
+and B = μM + D (`_grams`), from which all K x K matrices follow (`_turns`), and a second one makes the new W and M
+(`_moves`): eight passes through memory, where five would be the floor. Classes that turn far have more, in which H and
+W' themselves are looked at (`_tangents`, `_polish`).
+
+Products are those of tensor cores, each of three ("tf32x3"), which is almost float32. Their sums are not rounded but
+cut off, so that a long sum would drift: the columns of a block are summed there, and blocks in float32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grassy.ops.reference import MAX_DOUBLINGS
+
+MAX_ROWS = 64
+#: Columns of a block, by the rows of a class, rounded up.
+COLUMNS = {16: 64, 32: 32, 64: 32}
+STAGES = 2
+#: With 64 rows, what a program needs of shared memory; it is what GPUs from Hopper on for data centres have.
+BYTES_OF_64_ROWS = 192 * 1024
+#: Columns that one program of the last pass makes.
+SHARE = 512
+#: Of the K x K matrices between the passes; more classes than have room there are taken one part after the other.
+SCRATCH_BYTES = 2**26
+
+#: What `_turns` finds about a class.
+SKIP, STILL, MOVE, CAREFUL, POLISH = (tl.constexpr(i) for i in range(5))
+
+
+def fits(weight: Tensor) -> bool:
+    """Whether the kernels take a weight of this shape, dtype and layout, on its device."""
+    k = weight.shape[1]
+    if k > MAX_ROWS or weight.numel() == 0 or weight.dtype != torch.float32 or not weight.is_contiguous():
+        return False
+    if k <= MAX_ROWS // 2 or weight.device.type != "cuda":
+        return True
+    found = torch.cuda.get_device_properties(weight.device)
+    return getattr(found, "shared_memory_per_block_optin", 0) >= BYTES_OF_64_ROWS  # an AMD GPU does not say
+
+
+def warps(rows: int) -> int:
+    """Of a program, by the rows of a class, rounded up."""
+    return 8 if rows == 64 else 4
+
+
+def launch(
+    weight: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor | None,
+    counts: Tensor,
+    lr: float | Tensor,
+    momentum: float | Tensor,
+    *,
+    transport: str,
+    max_angle: float | None,
+    maximize: bool,
+    skip: Tensor | None,
+) -> None:
+    """One step of contiguous tensors, in place."""
+    classes, k, n = weight.shape
+    rows = max(16, triton.next_power_of_2(k))
+    matrices = 5 if transport == "parallel" else 3
+    part = max(1, min(classes, SCRATCH_BYTES // (4 * matrices * rows * rows)))
+    # Of each class some K x K matrices, a row that says which of its rows are present, and a verdict.
+    scratch = torch.empty((part, matrices * rows + 1, rows), dtype=torch.float32, device=weight.device)
+    verdicts = torch.empty(part, dtype=torch.int32, device=weight.device)
+
+    own = {"CAN_SKIP": skip is not None, "num_warps": warps(rows)}
+    sizes = {**own, "K": rows, "N": COLUMNS[rows], "num_stages": STAGES}
+    both = {**sizes, "HAS_MOMENTUM": momentum_buffer is not None, "MAXIMIZE": maximize}
+    both["MOMENTUM_ON_DEVICE"] = isinstance(momentum, Tensor)
+    turns = {**own, "K": rows, "LR_ON_DEVICE": isinstance(lr, Tensor), "CAPPED": max_angle is not None}
+    turns |= {"PARALLEL": transport == "parallel", "LARGEST": float(2**MAX_DOUBLINGS)}
+    limit = float("inf") if max_angle is None else max_angle
+    for first in range(0, classes, part):
+        many = min(part, classes - first)
+        w, d = weight[first : first + many], grad[first : first + many]
+        m = w if momentum_buffer is None else momentum_buffer[first : first + many]
+        between = (scratch, verdicts, weight if skip is None else skip)
+        tensors = (w, d, m, *between, momentum, k, n, matrices)
+        with torch.cuda.device_of(weight):  # Triton launches on the current device
+            _grams[(many,)](*tensors, **both)
+            _turns[(many,)](*between, counts, lr, limit, matrices, 0, **turns)
+            _tangents[(many,)](*tensors, **both)
+            _turns[(many,)](*between, counts, lr, limit, matrices, 1, **turns)
+            _moves[(many, triton.cdiv(n, SHARE))](*tensors, PARALLEL=transport == "parallel", SHARE=SHARE, **both)
+            _polish[(many,)](w, *between, k, n, **sizes)
+
+
+@triton.jit
+def _grams(
+    weight_pointer,
+    grad_pointer,
+    momentum_pointer,
+    scratch_pointer,
+    verdict_pointer,
+    skip,
+    momentum,
+    k,
+    n,
+    matrices,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    HAS_MOMENTUM: tl.constexpr,
+    MOMENTUM_ON_DEVICE: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    CAN_SKIP: tl.constexpr,
+):
+    """W Wᵀ, B Wᵀ and B Bᵀ."""
+    if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
+        if tl.load(skip) != 0:
+            return
+    mu = tl.load(momentum).to(tl.float32) if MOMENTUM_ON_DEVICE else momentum
+    row = tl.arange(0, K)[:, None]
+    column = tl.arange(0, N)[None, :]
+    place = tl.program_id(0).to(tl.int64) * k * n + row * n + column
+    nothing = _nothing(n, K)
+    gram_w = tl.zeros([K, K], tl.float32)
+    overlap = tl.zeros([K, K], tl.float32)
+    square = tl.zeros([K, K], tl.float32)
+    for begin in range(0, n, N):
+        inside = (row < k) & (begin + column < n)
+        w = tl.load(weight_pointer + place + begin, inside, other=0.0)
+        b = _sum(grad_pointer, momentum_pointer, place + begin, inside, mu, HAS_MOMENTUM, MAXIMIZE)
+        gram_w += tl.dot(w, tl.trans(w), nothing, input_precision="tf32x3")
+        overlap += tl.dot(b, tl.trans(w), nothing, input_precision="tf32x3")
+        square += tl.dot(b, tl.trans(b), nothing, input_precision="tf32x3")
+    matrix = scratch_pointer + _matrix(matrices, K)
+    tl.store(matrix, gram_w)
+    tl.store(matrix + K * K, overlap)
+    tl.store(matrix + 2 * K * K, square)
+
+
+@triton.jit(do_not_specialize=["careful"])  # one kernel for both calls
+def _turns(
+    scratch_pointer,
+    verdict_pointer,
+    skip,
+    counts_pointer,
+    lr,
+    max_angle,
+    matrices,
+    careful,
+    K: tl.constexpr,
+    LR_ON_DEVICE: tl.constexpr,
+    CAN_SKIP: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PARALLEL: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """From Gram matrices to what W' = W + Y W + V H, H = B − X W and M' are made of: Y, X and V take their place.
+
+    With `careful`, of the classes that were found to need it, and from H Hᵀ, which has then taken the place of B Bᵀ.
+    """
+    if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
+        if tl.load(skip) != 0:
+            return
+    rate = tl.load(lr).to(tl.float32) if LR_ON_DEVICE else lr
+    matrix = scratch_pointer + _matrix(matrices, K)
+    verdict_pointer += tl.program_id(0)
+    verdict = tl.load(verdict_pointer, mask=careful != 0, other=MOVE)
+    row = tl.arange(0, K)
+    eye = (row[:, None] == row[None, :]).to(tl.float32)
+    gram_w = tl.load(matrix)
+    x = tl.load(matrix + K * K)
+    a = tl.load(matrix + 2 * K * K)
+    present = tl.sum(gram_w * eye, axis=1) > 0  # an absent row has no direction of its own
+    eye = tl.where(present[:, None], eye, 0.0)
+    defect = gram_w - eye
+    energy = tl.sum(tl.sum(a * eye, axis=1), axis=0)
+    if careful != 0:
+        verdict = tl.where(verdict == CAREFUL, POLISH, SKIP)
+    else:
+        overlap = tl.where(present[:, None], x, 0.0)
+        x = overlap - _dot(overlap, defect)  # B Wᵀ (W Wᵀ)⁻¹, to first order, as is what follows
+        a = tl.where(present[:, None] & present[None, :], a - _dot(x, tl.trans(overlap)), 0.0)
+        length = energy  # ‖B‖²; a NaN or Inf anywhere shows here, or in A
+        energy = tl.maximum(tl.sum(tl.sum(a * eye, axis=1), axis=0), 0.0)
+        verdict = tl.where(length > 0, MOVE, STILL)  # a class that does not move is left alone, to the bit
+        # What cancellation leaves in A is of the size of rounding in B Bᵀ, and is felt only in large turns, or if the
+        # length of H itself matters.
+        far = rate * rate * length > 1
+        if CAPPED:
+            far = far | (64 * energy < length)
+        verdict = tl.where(far, CAREFUL, verdict)
+        if (length - length != 0) | (energy - energy != 0):
+            verdict = SKIP
+            tl.atomic_add(counts_pointer, 1)
+        tl.store(verdict_pointer, verdict)
+        tl.store(scratch_pointer + _presence(matrices, K), present.to(tl.float32))
+        tl.store(matrix + K * K, x)
+
+    if (verdict != SKIP) & (verdict != CAREFUL):
+        speed = tl.sqrt(energy)
+        if CAPPED:
+            speed = _largest_singular_value(a)
+        limit = tl.minimum(LARGEST, max_angle)
+        tau = rate
+        if rate * speed > limit:
+            tau = limit / speed
+            tl.atomic_add(counts_pointer + 1, 1)
+        cosm1, sinc = _cosm1_sinc(tau * tau * a, eye)
+        # The polar factor of P W + Q H is 1 − (P (W Wᵀ) P − P²) / 2, up to its square, since cos² + sin² = 1.
+        off = _dot(cosm1, defect)
+        off = defect + off + tl.trans(off)
+        tl.store(matrix, cosm1 - 0.5 * (off + _dot(off, cosm1)))
+        tl.store(matrix + 2 * K * K, -tau * (sinc - 0.5 * _dot(off, sinc)))
+        if PARALLEL:
+            tl.store(matrix + 3 * K * K, tau * _dot(a, sinc))
+            tl.store(matrix + 4 * K * K, cosm1)
+        if careful != 0:
+            tl.store(verdict_pointer, verdict)
+
+
+@triton.jit
+def _tangents(
+    weight_pointer,
+    grad_pointer,
+    momentum_pointer,
+    scratch_pointer,
+    verdict_pointer,
+    skip,
+    momentum,
+    k,
+    n,
+    matrices,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    HAS_MOMENTUM: tl.constexpr,
+    MOMENTUM_ON_DEVICE: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    CAN_SKIP: tl.constexpr,
+):
+    """H Hᵀ from H itself, of classes that need it."""
+    if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
+        if tl.load(skip) != 0:
+            return
+    if tl.load(verdict_pointer + tl.program_id(0)) != CAREFUL:
+        return
+    mu = tl.load(momentum).to(tl.float32) if MOMENTUM_ON_DEVICE else momentum
+    row = tl.arange(0, K)[:, None]
+    column = tl.arange(0, N)[None, :]
+    place = tl.program_id(0).to(tl.int64) * k * n + row * n + column
+    matrix = scratch_pointer + _matrix(matrices, K)
+    present = tl.load(scratch_pointer + _presence(matrices, K)) > 0
+    x = tl.load(matrix + K * K)
+    nothing = _nothing(n, K)
+    a = tl.zeros([K, K], tl.float32)
+    for begin in range(0, n, N):
+        inside = (row < k) & (begin + column < n)
+        w = tl.load(weight_pointer + place + begin, inside, other=0.0)
+        b = _sum(grad_pointer, momentum_pointer, place + begin, inside, mu, HAS_MOMENTUM, MAXIMIZE)
+        h = tl.where(present[:, None], b - _dot(x, w), 0.0)
+        a += tl.dot(h, tl.trans(h), nothing, input_precision="tf32x3")
+    tl.store(matrix + 2 * K * K, a)
+
+
+@triton.jit
+def _moves(
+    weight_pointer,
+    grad_pointer,
+    momentum_pointer,
+    scratch_pointer,
+    verdict_pointer,
+    skip,
+    momentum,
+    k,
+    n,
+    matrices,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    SHARE: tl.constexpr,
+    HAS_MOMENTUM: tl.constexpr,
+    MOMENTUM_ON_DEVICE: tl.constexpr,
+    PARALLEL: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    CAN_SKIP: tl.constexpr,
+):
+    """The new W and M of some of the columns."""
+    if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
+        if tl.load(skip) != 0:
+            return
+    verdict = tl.load(verdict_pointer + tl.program_id(0))
+    if verdict == SKIP:
+        return
+    mu = tl.load(momentum).to(tl.float32) if MOMENTUM_ON_DEVICE else momentum
+    row = tl.arange(0, K)[:, None]
+    column = tl.arange(0, N)[None, :]
+    place = tl.program_id(0).to(tl.int64) * k * n + row * n + column
+    moving = row < tl.where(verdict == STILL, 0, k)
+    matrix = scratch_pointer + _matrix(matrices, K)
+    present = tl.load(scratch_pointer + _presence(matrices, K)) > 0
+    along_w = tl.load(matrix)
+    x = tl.load(matrix + K * K)
+    along_h = tl.load(matrix + 2 * K * K)
+    start = tl.program_id(1) * SHARE
+    for begin in range(start, tl.minimum(start + SHARE, n), N):
+        inside = (row < k) & (begin + column < n)
+        w = tl.load(weight_pointer + place + begin, inside, other=0.0)
+        b = _sum(grad_pointer, momentum_pointer, place + begin, inside, mu, HAS_MOMENTUM, MAXIMIZE)
+        h = tl.where(present[:, None], b - _dot(x, w), 0.0)
+        new = w + (_dot(along_w, w) + _dot(along_h, h))
+        tl.store(weight_pointer + place + begin, new, inside & moving)
+        if HAS_MOMENTUM:
+            if PARALLEL:
+                turned = tl.load(matrix + 3 * K * K)
+                cosm1 = tl.load(matrix + 4 * K * K)
+                h += _dot(cosm1, h) + _dot(turned, w)
+            tl.store(momentum_pointer + place + begin, h, inside)
+
+
+@triton.jit
+def _polish(
+    weight_pointer,
+    scratch_pointer,
+    verdict_pointer,
+    skip,
+    k,
+    n,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    CAN_SKIP: tl.constexpr,
+):
+    """After a turn so large that rounding in A is felt: the polar factor of the result itself."""
+    if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
+        if tl.load(skip) != 0:
+            return
+    if tl.load(verdict_pointer + tl.program_id(0)) != POLISH:
+        return
+    row = tl.arange(0, K)
+    column = tl.arange(0, N)[None, :]
+    place = tl.program_id(0).to(tl.int64) * k * n + row[:, None] * n + column
+    eye = (row[:, None] == row[None, :]).to(tl.float32)
+    nothing = _nothing(n, K)
+    gram = tl.zeros([K, K], tl.float32)
+    for begin in range(0, n, N):
+        w = tl.load(weight_pointer + place + begin, (row[:, None] < k) & (begin + column < n), other=0.0)
+        gram += tl.dot(w, tl.trans(w), nothing, input_precision="tf32x3")
+    half = 0.5 * (eye - gram)
+    for begin in range(0, n, N):
+        inside = (row[:, None] < k) & (begin + column < n)
+        w = tl.load(weight_pointer + place + begin, inside, other=0.0)
+        tl.store(weight_pointer + place + begin, w + _dot(half, w), inside)
+
+
+# ------------------------------------------------------------------------------------------------ parts of them
+
+
+@triton.jit
+def _sum(grad_pointer, momentum_pointer, place, inside, mu, HAS_MOMENTUM: tl.constexpr, MAXIMIZE: tl.constexpr):
+    """B = μM + D."""
+    b = tl.load(grad_pointer + place, inside, other=0.0).to(tl.float32)
+    if MAXIMIZE:
+        b = -b
+    if HAS_MOMENTUM:
+        b += mu * tl.load(momentum_pointer + place, inside, other=0.0).to(tl.float32)
+    return b
+
+
+@triton.jit
+def _nothing(n, K: tl.constexpr):
+    """0, which the compiler does not know to be it: else it would add all blocks up within the tensor cores."""
+    return tl.zeros([K, K], tl.float32) + tl.where(n < 0, 1.0, 0.0)
+
+
+@triton.jit
+def _matrix(matrices, K: tl.constexpr):
+    """Where the entries of the first matrix of a class are."""
+    index = tl.arange(0, K)
+    return tl.program_id(0).to(tl.int64) * (matrices * K + 1) * K + index[:, None] * K + index[None, :]
+
+
+@triton.jit
+def _presence(matrices, K: tl.constexpr):
+    """Where it is noted whether the rows of a class are present."""
+    return tl.program_id(0).to(tl.int64) * (matrices * K + 1) * K + matrices * K * K + tl.arange(0, K)
+
+
+@triton.jit
+def _dot(a, b):
+    return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def _cosm1_sinc(x, eye):
+    """`geometry.cosm1_sinc`: Taylor polynomials of degree 5 for ‖X‖ <= 1, then doublings of the angle."""
+    size = tl.sum(tl.sum(x * eye, axis=1), axis=0)
+    doublings = tl.maximum(tl.ceil(0.5 * tl.log2(tl.maximum(size, 1.0))), 0.0).to(tl.int32)
+    x = x * tl.exp2(-2.0 * doublings.to(tl.float32))
+    xx = _dot(x, x)
+    cosm1 = eye / 40320 - x / 3628800  # 1/8!, 1/10!
+    sinc = eye / 362880 - x / 39916800  # 1/9!, 1/11!
+    for last in range(2):  # not unrolled: products take the compiler long
+        cosm1 = tl.where(last > 0, 0.0, 1 / 24) * eye - tl.where(last > 0, 1 / 2, 1 / 720) * x + _dot(xx, cosm1)
+        sinc = tl.where(last > 0, 1.0, 1 / 120) * eye - tl.where(last > 0, 1 / 6, 1 / 5040) * x + _dot(xx, sinc)
+    for _ in range(doublings):
+        sinc += _dot(cosm1, sinc)
+        cosm1 = 2 * _dot(cosm1, cosm1) + 4 * cosm1
+    return cosm1, sinc
+
+
+@triton.jit
+def _largest_singular_value(a):
+    """The root of the largest eigenvalue of A: `reference._largest_eigenvalue`."""
+    tiny: tl.constexpr = 1.1754944e-38
+    scale = tl.maximum(tl.max(tl.max(tl.abs(a), axis=1), axis=0), tiny)
+    a = a / scale
+    norm = tl.maximum(tl.sqrt(tl.sum(tl.sum(a * a, axis=1), axis=0)), tiny)
+    logarithm = tl.log(scale) + tl.log(norm)
+    share = 0.5
+    for _ in range(8):
+        a = a / norm
+        a = _dot(a, a)
+        norm = tl.maximum(tl.sqrt(tl.sum(tl.sum(a * a, axis=1), axis=0)), tiny)
+        logarithm += tl.log(norm) * share
+        share *= 0.5
+    return tl.exp(0.5 * logarithm)

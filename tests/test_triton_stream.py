@@ -1,0 +1,182 @@
+"""The kernels of the step of classes that do not fit on the chip, by Triton's interpreter: in a process of its own,
+which has to know from its start that kernels are to be interpreted.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed: pip install -e '.[dev]'")
+
+COMPARE = """
+import itertools, json, torch
+from grassy import geometry, ops
+from grassy.ops import triton_step, triton_stream
+
+torch.manual_seed(0)
+rows = []
+shapes = [(2, 8, 1050), (2, 17, 33), (2, 33, 70), (1, 64, 65)]
+settings = [("projection", None, False), ("parallel", 0.1, True), ("projection", 1e-3, False)]
+settings += [("parallel", None, False)]
+radians = (0.02, 0.5, 4.0)  # the usual way, that of larger turns, and that with care
+for (c, k, n), (transport, max_angle, maximize), turn in itertools.product(shapes, settings, radians):
+    w = geometry.random_subspace(c, k, n)
+    assert not triton_step.fits(w) and triton_stream.fits(w)
+    scale = 10 * turn / (k * n) ** 0.5
+    d, m = scale * torch.randn_like(w), geometry.project(w, scale * torch.randn_like(w))
+    if c > 1:
+        w[0, k - 2 :], m[0, k - 2 :] = 0, 0  # absent directions
+    if turn == 0.5:
+        d, m = d.bfloat16(), None
+    results = []
+    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        weight, buffer = w.to(dtype, copy=True), None if m is None else m.to(dtype, copy=True)
+        counts = ops.geodesic_step(
+            weight, d if impl == "triton" else d.to(dtype), buffer, torch.tensor(0.1), 0.9,
+            transport=transport, max_angle=max_angle, maximize=maximize, impl=impl,
+        )
+        results.append((weight, buffer, [int(count) for count in counts]))
+    (weight, buffer, counts), (exact, exact_buffer, exact_counts) = results
+    rows.append({
+        "what": f"{c}x{k}x{n} turn {turn} {transport} {max_angle}",
+        "turn": turn,
+        "weight": float((weight - exact).abs().max()),
+        "momentum": 0.0 if buffer is None else float((buffer - exact_buffer).abs().max() / exact_buffer.abs().max()),
+        "orthonormality": float(geometry.orthonormality_error(weight)),
+        "counts": counts == exact_counts,
+        "absent": c == 1 or not weight[0, k - 2 :].any() and (buffer is None or not buffer[0, k - 2 :].any()),
+    })
+
+def step(weight, grad, buffer, lr=0.1, **options):
+    return [int(count) for count in ops.geodesic_step(weight, grad, buffer, lr, 0.9, impl="triton", **options)]
+
+facts = {}
+triton_stream.SCRATCH_BYTES = 2 * 4 * 3 * 32 * 32  # two classes at a time
+w = geometry.random_subspace(5, 20, 70)
+d, m = torch.randn_like(w), geometry.project(w, torch.randn_like(w))
+d[1, 2, 3], d[3], m[3] = float("nan"), 0, 0
+d[4] *= 1e15
+before = w.clone(), m.clone()
+facts["counts"] = step(w, d, m, max_angle=0.1)
+facts["untouched"] = torch.equal(w[1], before[0][1]) and torch.equal(m[1], before[1][1])
+facts["still"] = torch.equal(w[3], before[0][3]) and not m[3].any()
+facts["moved"] = [not torch.equal(w[i], before[0][i]) for i in (0, 2, 4)]
+facts["angle"] = float(geometry.principal_angles(w[4:].double(), before[0][4:].double()).max())
+
+w, m = before[0].clone(), before[1].clone()
+facts["skip"] = step(w, d, m, skip=torch.ones(()))
+facts["skipped"] = torch.equal(w, before[0]) and torch.equal(m, before[1])
+
+wide = geometry.random_subspace(1, 8, 1040)
+inside = torch.randn(1, 8, 8) @ wide
+d = inside + 1e-3 * geometry.project(wide, torch.randn_like(wide))
+found = []
+for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+    weight = wide.to(dtype, copy=True)
+    ops.geodesic_step(weight, d.to(dtype), None, 0.1, max_angle=1e-4, impl=impl)
+    found.append(weight.double())
+facts["almost within"] = float((found[0] - found[1]).abs().max())
+
+long, momentum = geometry.random_subspace(1, 20, 64), torch.zeros(1, 20, 64)
+for _ in range(60):
+    step(long, 0.3 * torch.randn_like(long), momentum)
+facts["drift"] = float(geometry.orthonormality_error(long))
+half = torch.zeros(1, 20, 64, dtype=torch.bfloat16)
+step(long, torch.randn_like(long), half)
+facts["bfloat16"] = float(geometry.orthonormality_error(long)) + (0 if half.any() else 1)
+print(json.dumps({"rows": rows, **facts}))
+"""
+
+
+@pytest.fixture(scope="module")
+def report():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", COMPARE], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_weights_momenta_and_counts_agree_with_the_reference_in_float64(report):
+    assert len(report["rows"]) == 48
+    for row in report["rows"]:
+        assert row["weight"] < 3e-7 * max(1.0, row["turn"]), row
+        assert row["momentum"] < 2e-6, row
+        assert row["counts"], row
+        assert row["absent"], row
+
+
+def test_results_are_orthonormal_after_one_step_and_after_many(report):
+    assert max(row["orthonormality"] for row in report["rows"]) < 1e-6
+    assert report["drift"] < 1e-6
+    assert report["bfloat16"] < 1e-6
+
+
+def test_classes_that_are_not_finite_do_not_move_or_turn_too_far_are_told_apart(report):
+    assert report["counts"] == [1, 3]
+    assert report["untouched"]
+    assert report["still"]
+    assert report["moved"] == [True, True, True]
+    assert report["angle"] == pytest.approx(0.1, rel=1e-3)
+
+
+def test_a_flag_leaves_everything_as_it_is(report):
+    assert report["skip"] == [0, 0]
+    assert report["skipped"]
+
+
+def test_a_gradient_that_lies_almost_within_the_subspace(report):
+    assert report["almost within"] < 1e-6
+
+
+def test_what_is_too_large_is_left_to_the_reference(monkeypatch):
+    from types import SimpleNamespace
+
+    from grassy.ops import triton_stream
+
+    assert triton_stream.fits(torch.empty(2, 64, 5000))
+    assert not triton_stream.fits(torch.empty(2, 65, 100))
+    assert not triton_stream.fits(torch.empty(2, 8, 64, dtype=torch.float64))
+    assert not triton_stream.fits(torch.empty(2, 64, 8).mT)
+    assert not triton_stream.fits(torch.empty(0, 8, 64))
+    consumer = SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: consumer)
+
+    def on_gpu(k):
+        tensor = torch.empty(2, k, 100)
+        facts = {name: getattr(tensor, name) for name in ("shape", "dtype", "numel", "is_contiguous")}
+        return SimpleNamespace(**facts, device=torch.device("cuda"))
+
+    assert triton_stream.fits(on_gpu(32))
+    assert not triton_stream.fits(on_gpu(33))
+
+
+TYPES = {"k": "i32", "n": "i32", "matrices": "i32", "careful": "i32", "lr": "fp32", "momentum": "fp32"}
+TYPES |= {"max_angle": "fp32", "skip": "*fp32", "counts_pointer": "*i64", "verdict_pointer": "*i32"}
+TYPES |= {f"{name}_pointer": "*fp32" for name in ("weight", "grad", "momentum", "scratch")}
+
+
+@pytest.mark.parametrize(("rows", "capability", "shared"), [(64, 90, 227), (32, 86, 99), (16, 75, 64)])
+def test_the_kernels_compile_for_gpus_and_fit_into_their_shared_memory(rows, capability, shared):
+    """Which needs no GPU. The largest variants: momentum in bfloat16 and transported, an angle that is limited."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from grassy.ops import triton_stream
+
+    flags = ("HAS_MOMENTUM", "LR_ON_DEVICE", "MOMENTUM_ON_DEVICE", "CAN_SKIP", "CAPPED", "PARALLEL", "MAXIMIZE")
+    constants = dict.fromkeys(flags, True) | {"SHARE": triton_stream.SHARE, "LARGEST": 64.0}
+    constants |= {"K": rows, "N": triton_stream.COLUMNS[rows]}
+    types = {**TYPES, "momentum_pointer": "*bf16", "lr": "*fp32", "momentum": "*fp32"}
+    for name in ("_grams", "_turns", "_tangents", "_moves", "_polish"):
+        kernel = getattr(triton_stream, name)
+        signature = {each: types.get(each, "constexpr") for each in kernel.arg_names}
+        values = {(i,): constants[each] for i, each in enumerate(signature) if each in constants}
+        source = ASTSource(kernel, signature, values, {})
+        options = {"num_warps": triton_stream.warps(rows), "num_stages": triton_stream.STAGES, "enable_fp_fusion": True}
+        compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options)
+        assert compiled.metadata.shared <= shared * 1024, name
+        assert rows < 64 or compiled.metadata.shared <= triton_stream.BYTES_OF_64_ROWS
