@@ -5,7 +5,9 @@ import json
 import math
 import statistics
 import sys
-from types import SimpleNamespace
+import time
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import pytest
@@ -14,17 +16,18 @@ from experiments.cifar100 import answer, measure, run
 from experiments.cifar100.claims import NOT_YET, Interval, Part, Study, difference, slope, verdict
 from experiments.cifar100.pictures import best_of_both
 from experiments.cifar100.plan import (
+    CONTESTANTS,
     FINAL,
     FIVE_SEEDS,
     HEADS,
     ROWS,
     TUNE,
     VARIANTS,
+    best,
     choose,
     plan,
     read,
     seconds,
-    to_do,
     tune,
 )
 
@@ -159,7 +162,7 @@ def test_features_and_transfer_are_those_of_grassy_transfer(data, tmp_path):
     assert measure.find_set("pets", data).metric == "mean_per_class"
 
 
-def test_a_failure_is_recorded_and_repeated_only_when_asked(data, tmp_path, monkeypatch):
+def test_a_failure_is_recorded_and_repeated_only_when_asked(data, tmp_path, monkeypatch, capsys):
     results = tmp_path / "results.jsonl"
     words = ["--data-dir", data, "--results", results, "--scratch", tmp_path / "scratch", "--only", "softmax"]
 
@@ -170,12 +173,49 @@ def test_a_failure_is_recorded_and_repeated_only_when_asked(data, tmp_path, monk
         return [json.loads(line) for line in results.read_text().splitlines()]
 
     monkeypatch.setattr(run, "train", fail)
-    call(monkeypatch, run, *words, "--set", *TINY)
-    assert [line["error"] for line in lines()] == ["RuntimeError: no luck"] * 3  # then it is not the settings' fault
-    call(monkeypatch, run, *words, "--set", *TINY)
-    assert [line["number"] for line in lines()] == [1, 2, 3, 4, 5, 6]
-    call(monkeypatch, run, *words, "--retry", "--set", *TINY)
-    assert [line["number"] for line in lines()[6:]] == [1, 2, 3]
+    for options, numbers in (([], [1, 2, 3]), ([], [1, 2, 3, 4, 5, 6]), (["--retry"], [1, 2, 3, 4, 5, 6, 1, 2, 3])):
+        with pytest.raises(SystemExit, match="stopped: 3 failures in a row: RuntimeError: no luck"):
+            call(monkeypatch, run, *words, *options, "--set", *TINY)  # it is not the settings' fault
+        assert [line["number"] for line in lines()] == numbers
+    assert {line["error"] for line in lines()} == {"RuntimeError: no luck"}
+    assert "6 failed, to be repeated with --retry" in capsys.readouterr().out
+
+
+def test_what_still_runs_when_others_have_failed_is_kept(data, tmp_path, monkeypatch):
+    results = tmp_path / "results.jsonl"
+
+    def do(job, place):
+        facts = {"key": job.key, "stage": job.stage, "row": job.row, "number": job.number, "settings": job.settings}
+        facts |= {"device": "cpu", "seconds": 1.0}
+        if job.number < 4:
+            return {**facts, "error": "AssertionError: no luck", "diverged": False}
+        time.sleep(0.5)
+        return {**facts, "top1": 50.0}
+
+    monkeypatch.setattr(run, "do", do)
+    monkeypatch.setattr(run, "ProcessPoolExecutor", lambda jobs, _: ThreadPoolExecutor(jobs))
+    where = ["--data-dir", data, "--results", results, "--scratch", tmp_path / "scratch", "--only", "softmax"]
+    with pytest.raises(SystemExit, match="3 failures in a row: AssertionError: no luck"):
+        call(monkeypatch, run, *where, "--jobs", 4, "--set", *TINY)
+    assert sorted(line["number"] for line in read(results).values()) == [1, 2, 3, 4]
+
+
+def test_a_worker_that_is_killed_is_said_in_one_line(data, tmp_path, monkeypatch):
+    def killed(*_):
+        raise BrokenProcessPool("A process in the process pool was terminated abruptly")
+
+    monkeypatch.setattr(run, "work", killed)
+    where = ["--data-dir", data, "--results", tmp_path / "results.jsonl", "--scratch", tmp_path / "scratch"]
+    with pytest.raises(SystemExit, match="stopped: a worker was killed"):
+        call(monkeypatch, run, *where, "--jobs", 2, "--set", *TINY)
+
+
+def test_other_results_than_our_own_do_not_change_our_pages(tmp_path, monkeypatch, capsys):
+    pages = [answer.ROOT / "docs" / "results.md", answer.ROOT / "README.md"]
+    before = [page.read_text() for page in pages]
+    call(monkeypatch, answer, "--results", tmp_path / "none.jsonl")
+    assert [page.read_text() for page in pages] == before
+    assert "not yet run" in capsys.readouterr().out
 
 
 def test_no_runs_at_once_is_refused_in_one_line(monkeypatch, capsys):
@@ -212,22 +252,31 @@ def test_every_head_has_eight_different_trials_and_every_row_its_seeds():
         assert len(keys) == len(set(keys)) == 8
     for row in ROWS:
         seeds = [job.recipe.seed for job in jobs if (job.stage, job.row) == (FINAL, row)]
-        assert seeds == list(range(100, 105 if row in FIVE_SEEDS else 103))
+        assert seeds == list(range(200, 205) if row in CONTESTANTS else range(100, 105 if row in FIVE_SEEDS else 103))
 
 
-def test_the_same_settings_in_two_rows_are_one_run():
+def test_contestants_have_fresh_seeds_even_if_their_settings_are_those_of_another_row():
     def top1(job):  # the fourth long trial has the settings of a row of its own
         right = {"grassmann-16-std": 6, "grassmann-long": 4}.get(job.row, job.number)
         return 60 if job.number == right else 55
 
-    lines = {key: line for key, line in all_invented(top1).items() if line["stage"] == TUNE}
-    jobs = {(job.row, job.number): job for job in plan(lines)}
-    assert jobs["grassmann-16-std", 100].key == jobs["grassmann-long", 100].key
-    left = [(job.row, job.number) for job in to_do(plan(lines), lines)]
-    assert ("grassmann-long", 100) in left
-    assert ("grassmann-16-std", 100) not in left
-    alone = run.remaining(SimpleNamespace(overrides=[], only=["grassmann-16-std"], retry=False), lines)
-    assert [job.number for job in alone] == [100, 101, 102]  # even if the first row is not asked for
+    jobs = {(job.row, job.number): job for job in plan(all_invented(top1))}
+    row, contestant = jobs["grassmann-16-std", 100], jobs["grassmann-long", 200]
+    assert row.settings == contestant.settings
+    assert row.key != contestant.key
+
+
+def test_a_trial_that_failed_by_accident_is_waited_for_and_one_that_diverged_is_not():
+    lines = all_invented(lambda job: 50.0 + job.number)
+    trials = tune(lines)["softmax"]
+    assert best(trials, lines) == trials[-1]
+    line = lines[trials[-1].key]
+    del line["top1"]
+    line |= {"error": "RuntimeError: CUDA error", "diverged": False}
+    assert best(trials, lines) is None
+    assert not any(job.base for job in plan(lines) if (job.stage, job.row) == (FINAL, "softmax"))
+    line["diverged"] = True
+    assert best(trials, lines) == trials[-2]
 
 
 def test_settings_are_chosen_by_the_held_out_score_alone():
@@ -355,7 +404,7 @@ def test_a_claim_is_decided_by_the_runs(tmp_path):
     assert "does not hold" not in found[3]  # nothing grows: neither holds nor fails
     assert answer.goal(study).count("**reached**") == 2
     assert answer.goal(Study(lines_with(lambda line: 60))).count("**not reached**") == 2
-    fewer = Study({key: line for key, line in study.lines.items() if line["number"] != 104})
+    fewer = Study({key: line for key, line in study.lines.items() if line["number"] not in (104, 204)})
     assert answer.goal(fewer).count(f"**{NOT_YET}**") == 2
     assert "grassy train cifar100-resnet18-grassmann head.gamma=12 lr=0.1 weight_decay=0.001" in answer.settings_table(
         study

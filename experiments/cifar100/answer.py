@@ -16,6 +16,7 @@ from experiments.cifar100.pictures import pictures
 from experiments.cifar100.plan import CONTESTANTS, FIRST_CONTESTANTS, GOAL, HEADS, SETS, TUNE, VARIANTS, Job, read
 
 ROOT = Path(__file__).parent.parent.parent
+OWN_RESULTS = Path(__file__).parent.resolve() / "results.jsonl"
 GOAL_SEEDS = 5
 #: What trials differ in beside learning rate and weight decay.
 SCALES = ("head.k", "head.gamma", "head.scale", "head.margin", "head_lr", "head.standardize", "direction")
@@ -183,11 +184,15 @@ def write(page: Path, blocks: dict[str, str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results.jsonl")
-    parser.add_argument("--pages", type=Path, nargs="+", default=[ROOT / "docs" / "results.md", ROOT / "README.md"])
-    parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
+    parser.add_argument("--results", type=Path, default=OWN_RESULTS)
+    parser.add_argument("--pages", type=Path, nargs="+", help="to write to; of other results than grassy's own, none")
+    parser.add_argument("--images", type=Path, help="folder for the pictures; of other results, none")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides", help="as given to run")
     args = parser.parse_args()
+    if args.results.resolve() == OWN_RESULTS:
+        args.pages = args.pages or [ROOT / "docs" / "results.md", ROOT / "README.md"]
+        args.images = args.images or ROOT / "docs" / "images"
+    args.pages = args.pages or []
     if missing := next((page for page in args.pages if not page.is_file()), None):
         parser.error(f"there is no page {missing}")
     try:
@@ -202,11 +207,11 @@ def main() -> None:
         "settings": settings_table(study),
         "trials": trials_table(study),
         "summary": summary(study),
-        "pictures": pictures(study, args.images),
+        "pictures": pictures(study, args.images) if args.images else "",
     }
     for page in args.pages:
         write(page, blocks)
-    print(blocks["about"], blocks["claims"], blocks["goal"], sep="\n\n")
+    print(blocks["about"], blocks["claims"], blocks["goal"], blocks["rows"], sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class Part:
         return "holds" if low > 0 else "does not hold" if high < 0 else "undecided"
 
     def __str__(self) -> str:
-        beside = "" if self.side else " (beside the claim)"
+        beside = "" if self.side else " (beside the claim, added after the runs)"
         return f"{self.text}: {NOT_YET if self.interval is None else self.interval}{beside}"
 
 

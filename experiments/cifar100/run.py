@@ -16,10 +16,12 @@ import math
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -62,7 +64,7 @@ def do(job: Job, place: Place) -> dict[str, Any]:
     try:
         with heads_outside_of_compiled_code():
             line |= _train_and_measure(job, place)
-    except (ValueError, TypeError, RuntimeError, OSError, ArithmeticError) as error:
+    except Exception as error:  # whatever it is: the other runs go on
         line["diverged"] = isinstance(error, TrainingStopped) and error.__cause__ is None  # else out of memory
         line["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     finally:
@@ -71,7 +73,7 @@ def do(job: Job, place: Place) -> dict[str, Any]:
             torch.cuda.empty_cache()
     started = datetime.now(UTC) - timedelta(seconds=time.monotonic() - begin)
     times = {"seconds": round(time.monotonic() - begin, 2), "started": started.isoformat(timespec="seconds")}
-    return {**line, **_machine(place.device), "at_once": place.at_once, **times}
+    return {**line, **_machine(place.device), "at_once": place.at_once, "mps": mps_is_running(), **times}
 
 
 @contextlib.contextmanager
@@ -158,6 +160,11 @@ def append(path: Path, line: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
+def mps_is_running() -> bool:
+    """Whether runs at once share the GPU, instead of taking turns."""
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
+
+
 class InThisProcess(Executor):
     """Runs what is submitted at once."""
 
@@ -186,6 +193,7 @@ def main() -> None:
     if args.results.is_dir():
         parser.error(f"--results {args.results} is a folder, not a file")
     begin = time.monotonic()
+    place = Place(args.scratch.resolve(), args.device, args.keep, args.jobs)
     try:
         lines = read(args.results)
         rows = {job.row for job in plan(lines, args.overrides)}
@@ -195,26 +203,45 @@ def main() -> None:
         if not fnmatch.filter(rows, pattern):
             parser.error(f"--only {pattern}: there is no such row{nearest(pattern, rows)}")
     if args.list:
-        return list_jobs(args, lines)
+        return list_jobs(args, lines, place)
     if args.data_dir is None:
         parser.error("where are the images? give --data-dir")
     try:
         check(args.data_dir)
     except ValueError as error:
         parser.error(str(error))
-    place = Place(args.scratch.resolve(), args.device, args.keep, args.jobs)
     hardware = _machine(args.device)["device"]
+    if args.jobs > 1 and find_device(args.device).type == "cuda" and not mps_is_running():
+        print("MPS is not running: runs at once will take turns on the GPU. See README.md", file=sys.stderr)
     first = next((job for job in remaining(args, lines) if job.base), None)
     if first is not None and first.recipe is not None:
         write_arrays(args.data_dir.resolve(), place.scratch / "data", View.of(first.recipe))
+    pool = InThisProcess() if args.jobs == 1 else ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"))
+    try:
+        with pool:
+            stopped = work(pool, args, lines, place, hardware, begin)
+    except BrokenProcessPool:
+        stopped = "a worker was killed, by the system for want of memory perhaps; what was running has no line"
+    rest = list(remaining(args, lines))
+    failed = sum("error" in line and not line["diverged"] for line in lines.values())
+    left = f"{len(rest)} jobs remain, about {minutes(rest, lines, place, hardware):.0f} minutes"
+    repeat = f"; {failed} failed, to be repeated with --retry" if failed else ""
+    print(f"{left if rest else 'all jobs are done'}{repeat}; results in {args.results}", flush=True)
+    if stopped:
+        sys.exit(f"stopped: {stopped}")
+
+
+def work(
+    pool: Executor, args: argparse.Namespace, lines: Lines, place: Place, hardware: str, begin: float
+) -> str | None:
+    """Begin what can be begun and append what is finished, until there is nothing left; if it stops early, why."""
     running: dict[Future[Any], Job] = {}
-    spawn = multiprocessing.get_context("spawn")
     attempted: set[str] = set()
-    failures = 0
-    with InThisProcess() if args.jobs == 1 else ProcessPoolExecutor(args.jobs, spawn) as pool:
-        while failures < TOO_MANY:
+    failures, stopped = 0, None  # in a row, and why nothing begins any more
+    try:
+        while True:
             left = 60 * args.minutes - (time.monotonic() - begin)
-            for job in remaining(args, lines):
+            for job in remaining(args, lines) if stopped is None else ():
                 if len(running) >= args.jobs:
                     break
                 if not job.base or job.key in attempted:
@@ -223,16 +250,20 @@ def main() -> None:
                     attempted.add(job.key)
                     running[pool.submit(do, job, place)] = job
             if not running:
-                break
+                return stopped
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                job, line = running.pop(future), future.result()
+                line = future.result()
+                job = running.pop(future)
                 append(args.results, line)
                 lines[job.key] = line
-                report(job, line, args, lines, hardware, begin)
+                report(job, line, args, lines, place, hardware, begin)
                 failures = failures + 1 if "error" in line and not line["diverged"] else 0
-    rest = list(remaining(args, lines))
-    left = f"{len(rest)} jobs remain, about {minutes(rest, lines, args, hardware):.0f} minutes"
-    print(f"{left if rest else 'all jobs are done'}; results in {args.results}", flush=True)
+                if failures == TOO_MANY:
+                    stopped = f"{failures} failures in a row: {line['error']}"
+    except KeyboardInterrupt:
+        for child in multiprocessing.active_children():
+            child.terminate()
+        raise
 
 
 def remaining(args: argparse.Namespace, lines: Lines) -> list[Job]:
@@ -249,23 +280,29 @@ def expected(job: Job, lines: Lines, hardware: str | None, place: Place) -> floa
     return sum(seconds(each, lines, hardware, place.at_once) for each in jobs)
 
 
-def minutes(jobs: list[Job], lines: Lines, args: argparse.Namespace, hardware: str | None = None) -> float:
-    return sum(seconds(job, lines, hardware, args.jobs) for job in jobs) / 60 / args.jobs
+def minutes(jobs: list[Job], lines: Lines, place: Place, hardware: str | None = None) -> float:
+    """Of jobs, with those that some of them begin with, if their weights are not there."""
+    starts = {job.start.key: job.start for job in jobs if job.start is not None}
+    known = {job.key for job in jobs if job.base}
+    again = [job for key, job in starts.items() if key not in known and not _start_file(job, place).exists()]
+    return sum(seconds(job, lines, hardware, place.at_once) for job in [*jobs, *again]) / 60 / place.at_once
 
 
-def report(job: Job, line: dict[str, Any], args: argparse.Namespace, lines: Lines, hardware: str, begin: float) -> None:
+def report(
+    job: Job, line: dict[str, Any], args: argparse.Namespace, lines: Lines, place: Place, hardware: str, begin: float
+) -> None:
     rest = list(remaining(args, lines))
     said = f"failed: {line['error']}" if "error" in line else f"top-1 {line['top1']:.2f}"
     if transfer := line.get("transfer"):
         said += f", transfer {sum(transfer.values()) / len(transfer):.2f}"
     spent = (time.monotonic() - begin) / 60
     limit = "" if math.isinf(args.minutes) else f" of {args.minutes:g}"
-    go = f"{len(rest)} jobs, about {minutes(rest, lines, args, hardware):.0f} min, to go"
+    go = f"{len(rest)} jobs, about {minutes(rest, lines, place, hardware):.0f} min, to go"
     print(f"{job.name}: {said}, {line['seconds']:.0f} s; {spent:.1f}{limit} min spent, {go}", flush=True)
 
 
-def list_jobs(args: argparse.Namespace, lines: Lines) -> None:
-    """Every job: done, failed, to do, or waiting for trials to decide its settings."""
+def list_jobs(args: argparse.Namespace, lines: Lines, place: Place) -> None:
+    """Every job: done, failed, to do, or waiting for trials to decide its settings; times are those of the lines."""
     jobs = [job for job in plan(lines, args.overrides) if any(fnmatch.fnmatch(job.row, each) for each in args.only)]
     for job in jobs:
         line = lines.get(job.key) if job.base else None
@@ -274,10 +311,13 @@ def list_jobs(args: argparse.Namespace, lines: Lines) -> None:
     for stage in (TUNE, FINAL):
         rest = [job for job in to_do(jobs, lines) if job.stage == stage]
         of = sum(job.stage == stage for job in jobs)
-        print(f"{stage}: {len(rest)} of {of} jobs to do, about {minutes(rest, lines, args):.0f} minutes")
+        print(f"{stage}: {len(rest)} of {of} jobs to do, about {minutes(rest, lines, place):.0f} minutes")
+    devices = sorted({line["device"] for line in lines.values()}) or ["NVIDIA H200"]
+    print(f"Times are those of {' and '.join(devices)}, {args.jobs} at once.")
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no worker is left behind
     try:
         main()
     except KeyboardInterrupt:
