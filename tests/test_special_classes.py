@@ -7,6 +7,7 @@ from torch import nn
 import grassy
 from grassy import geometry as g
 from grassy import ops
+from grassy.ops import native
 from grassy.optim import RiemannianSGD
 
 F64 = torch.float64
@@ -47,6 +48,45 @@ def test_absent_rows_stay_zero_even_if_a_gradient_reaches_them(retraction):
     assert (w[:, 1] == 0).all()
     assert (buffer[:, 1] == 0).all()
     assert g.orthonormality_error(w) < 1e-6
+
+
+IMPLS = [
+    "reference",
+    pytest.param("native", marks=pytest.mark.skipif(native.unavailable() is not None, reason="no C++")),
+]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_class_that_is_lost_already_is_left_as_it_is_and_counted(impl):
+    w = g.random_subspace(4, 3, 16)
+    w[1, 2, 5] = float("nan")
+    w[2, 1:] = 0
+    d, m = torch.randn_like(w), torch.zeros_like(w)
+    d[2, 2, 3] = float("nan")  # in a row that is absent
+    before = w.clone()
+    counts = ops.geodesic_step(w, d, m, 0.1, 0.9, impl=impl)
+    assert int(counts.skipped) == 2
+    assert torch.equal(w[1:3].nan_to_num(9), before[1:3].nan_to_num(9))
+    assert not m[1:3].any()
+    assert not torch.equal(w[0], before[0])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("lr", [float("nan"), float("inf"), torch.tensor(float("nan"))])
+def test_a_rate_that_is_not_finite_moves_nothing(impl, lr):
+    w = g.random_subspace(4, 3, 16)
+    m, before = torch.zeros_like(w), w.clone()
+    counts = ops.geodesic_step(w, torch.randn_like(w), m, lr, 0.9, impl=impl)
+    assert tuple(map(int, counts)) == (4, 0)
+    assert torch.equal(w, before)
+    assert not m.any()
+
+
+@pytest.mark.parametrize("max_angle", [0.0, -1.0, float("nan")])
+def test_a_largest_angle_that_is_none_is_refused(max_angle):
+    w = g.random_subspace(4, 3, 16)
+    with pytest.raises(ValueError, match="max_angle must be None or positive"):
+        ops.geodesic_step(w, w.clone(), None, 0.1, max_angle=max_angle)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

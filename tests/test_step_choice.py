@@ -89,7 +89,6 @@ def test_ops_explain_who_computes_the_logits(monkeypatch):
     assert reasons["reference"] is None
     monkeypatch.setattr(ops, "_by_kernels", lambda *_: True)  # as if there were one
     assert ops.explain_logits(x, w) == {"triton": None, "reference": None}
-    assert "gamma is a tensor" in ops.explain_logits(x, w, torch.tensor(25.0))["triton"]
     assert "float32 and bfloat16" in ops.explain_logits(x.double(), w.double())["triton"]
     assert "do not fit each other" in ops.explain_logits(x[:, :7], w)["triton"]
     assert "torch.func" in ops.explain_logits(MaskedFeatures(x), w)["triton"]
@@ -97,6 +96,26 @@ def test_ops_explain_who_computes_the_logits(monkeypatch):
 
 class MaskedFeatures(torch.Tensor):
     """A subclass of Tensor."""
+
+
+def test_where_triton_cannot_launch_a_kernel_plain_torch_takes_over(monkeypatch):
+    """As without a C compiler, or without the headers of Python."""
+
+    def fail(*_):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+
+    monkeypatch.setattr(ops, "_TRITON", True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: None)  # there is no GPU to put it on
+    monkeypatch.setattr(ops, "_load", lambda _: SimpleNamespace(unit=fail, unavailable=lambda _: "no NVRTC"))
+    ops._triton_failure.cache_clear()
+    weight = SimpleNamespace(device=torch.device("cuda", 0), shape=(3, 2, 8))
+    assert ops._why_not("triton", weight) == (
+        "Triton fails: Failed to find C compiler. Please specify via CC environment variable."
+    )
+    assert ops.choose("auto", weight) == "reference"
+    assert not ops._by_kernels("auto", weight)
+    ops._triton_failure.cache_clear()
 
 
 @pytest.mark.parametrize("impl", ["cuda", "triton"])

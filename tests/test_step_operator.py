@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 
 import grassy
@@ -47,13 +48,31 @@ def test_a_compiled_step_is_the_step(lr, options):
     ]
 
 
+def test_a_rate_that_changes_does_not_compile_again_and_again():
+    p = nn.Parameter(g.random_subspace(3, 2, 9))
+    optimizer = grassy.RiemannianSGD([p], lr=0.1)
+    counter = torch._dynamo.testing.CompileCounter()
+    step = torch.compile(optimizer.step, backend=counter)
+    alone = grassy.RiemannianSGD([q := nn.Parameter(p.detach().clone())], lr=0.1)
+    for i in range(12):
+        for each in (optimizer, alone):
+            each.param_groups[0]["lr"] = 0.1 / (i + 1)
+        p.grad = torch.randn_like(p)
+        q.grad = p.grad.clone()
+        step()
+        alone.step()
+    assert counter.frame_count <= 3
+    assert torch.equal(p, q)
+
+
 def test_the_operator_passes_the_checks_of_torch():
     heads = [case(3, 4, 9), case(3, 4, 9)]
     w, d, m = (list(column) for column in zip(*heads, strict=True))
     counts = [torch.zeros(2, dtype=torch.int64) for _ in heads]
     rest = ("geodesic", "projection", None, False, "gradient", None, "auto")
-    torch.library.opcheck(torch.ops.grassy.geodesic_steps, (w, d, m, counts, 0.1, None, 0.0, torch.tensor(0.9), *rest))
-    torch.library.opcheck(torch.ops.grassy.geodesic_steps, (w, d, [], counts, 0.1, None, 0.0, None, *rest))
+    rates = (torch.tensor(0.1), torch.tensor(0.9))
+    torch.library.opcheck(torch.ops.grassy.geodesic_steps, (w, d, m, counts, *rates, *rest))
+    torch.library.opcheck(torch.ops.grassy.geodesic_steps, (w, d, [], counts, *rates, *rest))
 
 
 def test_products_are_exact_in_compiled_steps_too(monkeypatch):

@@ -184,16 +184,70 @@ def test_any_layout_and_any_leading_shape():
     one = ops.subspace_cross_entropy(x[0], weight, target[0])
     assert one.shape == ()
     assert torch.allclose(one, expected[0][0])
-    assert ops.subspace_cross_entropy(x[:0], weight, target[:0], reduction="sum") == 0
+    loss, dx, dweight = gradients(
+        lambda x, w: ops.subspace_cross_entropy(x, w, target[:0], reduction="sum"), x[:0], weight
+    )
+    assert loss == 0
+    assert dx.shape == (0, 7)
+    assert torch.equal(dweight, torch.zeros_like(weight))
 
 
-def test_only_what_is_wanted_is_computed():
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_labels_may_be_of_any_integer_type(dtype):
+    """In uint8 the number of labels to ignore, -100, would be 156."""
+    x, weight, _ = example(4, 200, 2, 7)
+    target = torch.tensor([156, 1, 2, 3])
+    expected = F.cross_entropy(ops.subspace_logits(x, weight), target)
+    assert torch.allclose(ops.subspace_cross_entropy(x, weight, target.to(dtype)), expected)
+    head = grassy.GrassmannHead(7, 150, k=2, fuse_loss=True)
+    with pytest.raises(ValueError, match="between 0 and 149, got 156"):
+        grassy.classification_loss(head, x, target.to(dtype), nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_gamma_that_is_learned_gets_its_gradient_and_little_is_kept(normalize):
+    x, weight, target = example(64, 200, 4, 16)
+    gamma = torch.tensor(9.0, dtype=F64, requires_grad=True)
+    logits = ops.subspace_logits(x.double(), weight.double(), gamma, normalize=normalize)
+    F.cross_entropy(logits, target).backward()
+    learned = nn.Parameter(torch.tensor(9.0))
+    saved = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(cross_entropy, "WHOLE", 0)
+        patch.setattr(cross_entropy, "CHUNK", 64 * 4 * 10)
+        patch.setattr(cross_entropy, "KEEP", 0)
+        loss = ops.subspace_cross_entropy(x, weight.requires_grad_(), target, learned, normalize=normalize)
+    loss.backward()
+    assert torch.allclose(learned.grad.double(), gamma.grad, rtol=1e-4)
+    assert max(saved) < 64 * 200 * 4  # not the coordinates
+
+
+def test_only_what_is_wanted_is_computed(monkeypatch):
     x, weight, target = example(6, 5, 3, 7)
     _, dx, dweight = gradients(lambda x, w: ops.subspace_cross_entropy(x, w, target), x, weight)
+    products = []
+    product = cross_entropy.product
+    monkeypatch.setattr(cross_entropy, "product", lambda *a, **o: products.append(0) or product(*a, **o))
     _, only_x, _ = gradients(lambda x, _: ops.subspace_cross_entropy(x, weight, target), x, weight)
+    assert len(products) == 1
     _, _, only_weight = gradients(lambda _, w: ops.subspace_cross_entropy(x, w, target), x, weight)
+    assert len(products) == 2
     assert torch.equal(dx, only_x)
     assert torch.equal(dweight, only_weight)
+
+
+def test_derivatives_in_forward_mode_are_left_to_plain_torch():
+    x, weight, target = example(6, 5, 3, 7)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        found = torch.autograd.forward_ad.unpack_dual(ops.subspace_cross_entropy(dual, weight, target)).tangent
+        logits = ops.subspace_logits(dual, weight, impl="reference")
+        expected = torch.autograd.forward_ad.unpack_dual(F.cross_entropy(logits, target)).tangent
+    assert found is not None
+    assert torch.allclose(found, expected)
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
@@ -243,7 +297,7 @@ def test_there_is_no_second_derivative():
     x, weight, target = example(4, 5, 3, 7)
     x.requires_grad_()
     (dx,) = torch.autograd.grad(ops.subspace_cross_entropy(x, weight, target), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
+    with pytest.raises(RuntimeError, match="no second derivative"):
         dx.sum().backward()
 
 

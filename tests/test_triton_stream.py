@@ -71,6 +71,17 @@ w, m = before[0].clone(), before[1].clone()
 facts["skip"] = step(w, d, m, skip=torch.ones(()))
 facts["skipped"] = torch.equal(w, before[0]) and torch.equal(m, before[1])
 
+facts["lost"] = []
+for shape in ((4, 20, 70), (4, 3, 16)):  # the kernel of small classes, too
+    w = geometry.random_subspace(*shape)
+    w[1, 2, 5], w[2, 1:] = float("nan"), 0
+    d, m, before = torch.randn_like(w), torch.zeros_like(w), w.clone()
+    d[2, 2, 3] = float("nan")  # in a row that is absent
+    for rate, many in ((0.1, 2), (float("nan"), 4), (float("inf"), 4)):
+        facts["lost"] += [step(w, d, m, rate) == [many, 0], not m[1:3].any(), m[0].any().item() == (rate == 0.1)]
+        facts["lost"] += [torch.equal(w[1:3].nan_to_num(9), before[1:3].nan_to_num(9))]
+        w, m = before.clone(), torch.zeros_like(w)
+
 wide = geometry.random_subspace(1, 8, 1040)
 inside = torch.randn(1, 8, 8) @ wide
 d = inside + 1e-3 * geometry.project(wide, torch.randn_like(wide))
@@ -121,6 +132,11 @@ def test_classes_that_are_not_finite_do_not_move_or_turn_too_far_are_told_apart(
     assert report["still"]
     assert report["moved"] == [True, True, True]
     assert report["angle"] == pytest.approx(0.1, rel=1e-3)
+
+
+def test_what_is_not_finite_already_or_a_rate_that_is_not_moves_nothing(report):
+    assert len(report["lost"]) == 24
+    assert all(report["lost"])
 
 
 def test_a_flag_leaves_everything_as_it_is(report):

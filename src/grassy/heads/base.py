@@ -147,7 +147,8 @@ class Head(nn.Module):
             if target.ndim < 2 or target.shape[-1] != self.num_classes:
                 raise ValueError(f"soft targets must have shape (B, {self.num_classes}), got {tuple(target.shape)}")
         elif target.device.type == "cpu" and not torch.compiler.is_compiling():  # a GPU would have to be waited for
-            wrong = target[((target < 0) | (target >= self.num_classes)) & (target != ignore_index)]
+            labels = target.long()  # in uint8 the label to ignore, -100, would be 156
+            wrong = labels[((labels < 0) | (labels >= self.num_classes)) & (labels != ignore_index)]
             if wrong.numel():
                 raise ValueError(f"labels must lie between 0 and {self.num_classes - 1}, got {int(wrong[0])}")
 

@@ -3,6 +3,7 @@
 `impl="auto"` takes the fastest implementation that fits the tensors; naming one asks for that one or an error.
 """
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -64,10 +65,10 @@ def explain(weight: Tensor) -> dict[str, str | None]:
     return {name: _why_not(name, weight) for name in _order(weight)}
 
 
-def explain_logits(x: Tensor, weight: Tensor, gamma: float | Tensor = 25.0) -> dict[str, str | None]:
+def explain_logits(x: Tensor, weight: Tensor) -> dict[str, str | None]:
     """As `explain`, of the implementations of `subspace_logits` and `subspace_cross_entropy` for such tensors."""
     if _by_kernels("auto", weight):
-        reason = fused_logits.unfit(x, weight, gamma)
+        reason = fused_logits.unfit(x, weight)
     elif weight.device.type != "cuda":
         reason = "the weight is not on a GPU"
     else:
@@ -92,8 +93,20 @@ def _impossible(impl: str, weight: Tensor) -> str | None:
         return _load("cuda").unavailable(weight)
     if impl == "triton" and not _TRITON:
         return "triton is not installed (it comes with torch for GPUs)"
-    if impl == "triton" and weight.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "it needs a GPU, or TRITON_INTERPRET=1 in the environment from the start"
+    if impl == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        if weight.device.type != "cuda":
+            return "it needs a GPU, or TRITON_INTERPRET=1 in the environment from the start"
+        return _triton_failure(weight.device)
+    return None
+
+
+@functools.cache
+def _triton_failure(device: torch.device) -> str | None:
+    """Why no kernel in Triton can be launched on a GPU: it needs a C compiler, for one, and the headers of Python."""
+    try:
+        _load("triton_head").unit(torch.ones(1, 1, device=device), torch.float32)
+    except Exception as error:
+        return f"Triton fails: {' '.join(str(error).split())[:200]}"
     return None
 
 
@@ -109,10 +122,12 @@ def _unfit(impl: str, weight: Tensor) -> str | None:
 
 
 def _load(name: str) -> ModuleType:
-    return importlib.import_module(f"grassy.ops.{_IMPLEMENTATIONS[name]}")
+    return importlib.import_module(f"grassy.ops.{_IMPLEMENTATIONS.get(name, name)}")
 
 
-def check_step_options(retraction: str, transport: str, direction: str = "gradient") -> None:
+def check_step_options(
+    retraction: str, transport: str, direction: str = "gradient", max_angle: float | None = None
+) -> None:
     """Raise a ValueError that lists what is allowed."""
     if retraction not in RETRACTIONS:
         raise ValueError(f"retraction must be one of {RETRACTIONS}, got {retraction!r}")
@@ -122,6 +137,8 @@ def check_step_options(retraction: str, transport: str, direction: str = "gradie
         raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
     if retraction == "qf" and transport == "parallel":
         raise ValueError("transport='parallel' follows a geodesic; with retraction='qf' use transport='projection'")
+    if max_angle is not None and not max_angle > 0:
+        raise ValueError(f"max_angle must be None or positive, in radians, got {max_angle!r}")
 
 
 def subspace_logits(
@@ -132,10 +149,10 @@ def subspace_logits(
     Features are first scaled to length gamma; with ``normalize=False`` they are multiplied by gamma as they are.
 
     On a GPU by kernels, which keep the coordinates of all classes in half precision under autocast, and which have no
-    second derivative. float16, float64 and a gamma that is a tensor are left to plain torch.
+    second derivative. float16 and float64 are left to plain torch.
     """
-    if _by_kernels(impl, weight) and fused_logits.fits(x, weight, gamma):
-        return fused_logits.subspace_logits(x, weight, float(gamma), normalize)
+    if _by_kernels(impl, weight) and fused_logits.fits(x, weight):
+        return fused_logits.subspace_logits(x, weight, gamma, normalize)
     return reference_logits(x, weight, gamma, normalize)
 
 
@@ -158,8 +175,7 @@ def subspace_cross_entropy(
 
     The coordinates W_c x̂, of size B x C x K, are kept for the backward if they are few; otherwise those of the first
     classes are, and the others are computed again there, a chunk of classes at a time. There is no second derivative.
-    float16, float64, a gamma that is a tensor and a target that wants a gradient are left to plain torch, which keeps
-    them all.
+    float16, float64 and a target that wants a gradient are left to plain torch, which keeps them all.
     """
     kernels = _by_kernels(impl, weight)
     return fused_loss.subspace_cross_entropy(
@@ -170,7 +186,9 @@ def subspace_cross_entropy(
 def _by_kernels(impl: str, weight: Tensor) -> bool:
     """Whether `impl` stands for the kernels of the head, for such a weight."""
     if impl == "auto":  # an export must not depend on an operator that others do not know
-        return weight.device.type == "cuda" and _TRITON and not torch.compiler.is_exporting()
+        usable = weight.device.type == "cuda" and _TRITON and not torch.compiler.is_exporting()
+        # What compiles needs Triton itself, and would have to look into the question.
+        return usable and (torch.compiler.is_compiling() or _triton_failure(weight.device) is None)
     return choose(impl, weight) == "triton"
 
 
@@ -192,11 +210,11 @@ def geodesic_step(
     """One Riemannian descent step (paper, Algorithm 1) of all classes of weight (C, K, N), in place.
 
     grad is the Euclidean gradient; momentum_buffer, the tangent momentum, is updated in place, or None for none.
-    Classes whose gradient holds a NaN or an Inf keep weight and momentum. No class turns by more than `max_angle`
-    radians if that is given. With direction="spectral" (see `grassy.ops.spectral`) all principal directions of a class
-    turn by the same angle, `lr` radians; only the reference knows how. If `skip`, a tensor of one number such as a
-    GradScaler's `found_inf`, is not 0, nothing is changed. On a GPU it is read there, as are lr and momentum if they
-    are tensors, so that a step can be part of a CUDA graph.
+    Classes whose gradient holds a NaN or an Inf keep weight and momentum, as all do if lr is not finite. No class turns
+    by more than `max_angle` radians if that is given. With direction="spectral" (see `grassy.ops.spectral`) all
+    principal directions of a class turn by the same angle, `lr` radians; only the reference knows how. If `skip`, a
+    tensor of one number such as a GradScaler's `found_inf`, is not 0, nothing is changed. On a GPU it is read there, as
+    are lr and momentum if they are tensors, so that a step can be part of a CUDA graph.
     """
     (counts,) = geodesic_steps(
         [weight],
@@ -237,7 +255,7 @@ def geodesic_steps(
     counts: for each weight two numbers, int64 on its device, to which those of this step are added, and which are then
     returned: that saves the launches that would set new ones to 0 and add them up.
     """
-    check_step_options(retraction, transport, direction)
+    check_step_options(retraction, transport, direction, max_angle)
     if direction == "spectral" and impl not in ("auto", "reference"):
         raise ValueError(f"direction='spectral' needs impl 'auto' or 'reference', which alone knows it, got {impl!r}")
     heads = list(zip(weights, grads, momentum_buffers, strict=True))

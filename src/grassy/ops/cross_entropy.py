@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grassy.ops.logits import as_given, fake_gradients, fits, product, product_dtype, wants_grad
+from grassy.ops.logits import (
+    absorbed,
+    as_given,
+    fake_gradients,
+    fits,
+    no_second_derivative,
+    product,
+    product_dtype,
+    wants_grad,
+)
 from grassy.ops.reference import subspace_logits
 
 #: Up to so many coordinates (or numbers in the weight, which is copied in half precision) are one chunk.
@@ -53,18 +62,20 @@ def subspace_cross_entropy(
     """`ops.subspace_cross_entropy`, by kernels or in plain torch."""
     _check(x, weight, target, label_smoothing, reduction)
     soft = target.is_floating_point()
-    flat = target.reshape(-1, target.shape[-1]) if soft else target.reshape(-1)
-    if fits(x, weight, gamma) and not wants_grad(target):
+    # Labels as int64: in uint8, which torch takes, the -100 of those to ignore would be class 156.
+    flat = target.reshape(-1, target.shape[-1]) if soft else target.reshape(-1).long()
+    if fits(x, weight) and not wants_grad(target):
+        x, gamma, normalize = absorbed(x, gamma, normalize)
         rows = x.reshape(-1, x.shape[-1])
         size, keep = _division(rows, weight)
-        settings = float(gamma), float(label_smoothing), ignore_index, normalize, kernels
+        settings = gamma, float(label_smoothing), ignore_index, normalize, kernels
         keep = keep if wants_grad(x, weight) else 0
         loss, _, _ = _forward(rows, weight, flat, product_dtype(x, weight), size, keep, *settings)
     else:
         logits = subspace_logits(x, weight, gamma, normalize).reshape(-1, weight.shape[0])
         loss = F.cross_entropy(
             logits,
-            flat.to(logits.dtype) if soft else flat.long(),
+            flat.to(logits.dtype) if soft else flat,
             ignore_index=ignore_index,
             reduction="none",
             label_smoothing=label_smoothing,
@@ -225,7 +236,7 @@ def _forward(
 def _of_chunk(kept: Tensor, x: Tensor, weight: Tensor, start: int, stop: int) -> Tensor:
     """The place of a chunk (B, c·K) among the coordinates that are kept."""
     of_a_class = len(x) * weight.shape[1]
-    return kept[start * of_a_class : stop * of_a_class].view(len(x), -1)
+    return kept[start * of_a_class : stop * of_a_class].view(len(x), (stop - start) * weight.shape[1])
 
 
 @_forward.register_fake
@@ -278,6 +289,7 @@ def _backward(
 
 
 _backward.register_fake(fake_gradients)
+_backward.register_autograd(no_second_derivative)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -16,28 +16,39 @@ import torch
 from torch import Tensor, nn
 
 from grassy.ops.reference import autocasts
+from grassy.ops.reference import unit as exact_unit
 from grassy.precision import without_autocast
 
 #: What kernels compute with; all else is left to plain torch and its autograd.
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def subspace_logits(x: Tensor, weight: Tensor, gamma: float, normalize: bool) -> Tensor:
+def subspace_logits(x: Tensor, weight: Tensor, gamma: float | Tensor, normalize: bool) -> Tensor:
     """`reference.subspace_logits` by kernels, for what `fits`. The second derivative is not defined."""
+    x, gamma, normalize = absorbed(x, gamma, normalize)
     rows = x.reshape(-1, x.shape[-1])
-    logits, _ = _forward(rows, weight, product_dtype(x, weight), wants_grad(x, weight), float(gamma), normalize)
+    logits, _ = _forward(rows, weight, product_dtype(x, weight), wants_grad(x, weight), gamma, normalize)
     return logits.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def fits(x: Tensor, weight: Tensor, gamma: float | Tensor) -> bool:
+def absorbed(x: Tensor, gamma: float | Tensor, normalize: bool) -> tuple[Tensor, float, bool]:
+    """Features, gamma and whether to normalise: a gamma that is a tensor, and may want a gradient, is multiplied into
+    the features, since the operators take a number.
+    """
+    if not isinstance(gamma, Tensor):
+        return x, float(gamma), normalize
+    return gamma * (exact_unit(x) if normalize else x.float()), 1.0, False
+
+
+def fits(x: Tensor, weight: Tensor) -> bool:
     """Whether the operators take such tensors."""
-    return unfit(x, weight, gamma) is None
+    return unfit(x, weight) is None
 
 
-def unfit(x: Tensor, weight: Tensor, gamma: float | Tensor) -> str | None:
+def unfit(x: Tensor, weight: Tensor) -> str | None:
     """Why the operators do not take such tensors, None if they do."""
-    if isinstance(gamma, Tensor):
-        return "gamma is a tensor: it would have to be read back, or to get a gradient"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "the operators have no derivatives in forward mode"
     plain = type(x) in (Tensor, nn.Parameter) and type(weight) in (Tensor, nn.Parameter)
     if not plain or torch._C._are_functorch_transforms_active():
         return "subclasses of Tensor, and the transforms of torch.func, know the operators of plain torch alone"
@@ -112,6 +123,15 @@ def _backward(
             dweight = weight.new_empty(weight.shape)
             product(g.T, unit, weight.dtype, out=dweight.view(-1, weight.shape[-1]))
     return dx, dweight
+
+
+def no_second_derivative(*_: Any) -> None:
+    raise RuntimeError(
+        "what is fused in the head has no second derivative: take grassy.ops.subspace_logits(..., impl='reference')"
+    )
+
+
+_backward.register_autograd(no_second_derivative)
 
 
 @_backward.register_fake

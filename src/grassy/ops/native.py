@@ -7,6 +7,7 @@ Optional: it is compiled at first use, if there is a compiler, into the user's c
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import platform
 import shutil
@@ -19,9 +20,8 @@ import torch
 from torch import Tensor
 
 from grassy.ops import reference
-from grassy.ops.reference import subspace_logits
 
-__all__ = ["geodesic_step", "large_enough", "subspace_logits", "unavailable", "worth_it"]
+__all__ = ["geodesic_step", "large_enough", "unavailable", "worth_it"]
 
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno")
@@ -57,7 +57,8 @@ def geodesic_step(
     tensors = [tensor for tensor in (weight, grad, momentum_buffer) if tensor is not None]
     plain = all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
     same_shape = all(t.shape == weight.shape for t in tensors)
-    if not plain or not same_shape or options["retraction"] != "geodesic" or options["max_angle"] is not None:
+    rare = options["retraction"] != "geodesic" or options["max_angle"] is not None or not math.isfinite(lr)
+    if not plain or not same_shape or rare:
         return reference.geodesic_step(weight, grad, momentum_buffer, lr, momentum, **options)
     library, reason = _library()
     if library is None:

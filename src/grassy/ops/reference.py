@@ -127,7 +127,7 @@ def _step(
         h.mul_(present.unsqueeze(-1))
         a = a * present.unsqueeze(-1) * present.unsqueeze(-2)
     energy = a.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]  # ‖H‖²; a NaN or Inf anywhere in B shows here
-    finite = energy.isfinite()
+    finite = energy.isfinite() & (lr.isfinite() if isinstance(lr, Tensor) else math.isfinite(lr))
     if _any(~finite):
         h, a, energy = (torch.where(finite, tensor, 0) for tensor in (h, a, energy))
     o, cross = h, a  # O and H Oᵀ; from here on A = O Oᵀ
@@ -137,8 +137,8 @@ def _step(
         energy = a.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
 
     speed = energy.sqrt() if max_angle is None else _largest_eigenvalue(a).sqrt()
-    limit = min(2.0**MAX_DOUBLINGS, max_angle or math.inf)
-    within = lr * speed <= limit
+    limit = min(2.0**MAX_DOUBLINGS, math.inf if max_angle is None else max_angle)
+    within = (lr * speed <= limit) | ~finite
     tau = lr if not _any(~within) else torch.where(within, lr, limit / speed)
 
     if retraction == "qf":
@@ -156,8 +156,8 @@ def _step(
         large = lr**2 * energy > 1
         if _any(large):  # for turns of a radian and more, rounding in A is felt: look at the result itself
             new_w = torch.where(large, 1.5 * eye - 0.5 * (new_w @ new_w.mT), eye) @ new_w
-    if m is not None and _any(~finite):
-        new_m = torch.where(finite, new_m, m)
+    if _any(~finite):
+        new_w, new_m = torch.where(finite, new_w, w), new_m if m is None else torch.where(finite, new_m, m)
     return new_w, new_m, finite.flatten(), within.flatten()
 
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+F64 = torch.float64
+
 
 @torch.library.custom_op("grassy::geodesic_steps", mutates_args=("weights", "momentum_buffers", "counts"))
 def _geodesic_steps(
@@ -13,10 +15,8 @@ def _geodesic_steps(
     grads: list[Tensor],
     momentum_buffers: list[Tensor],
     counts: list[Tensor],
-    lr: float,
-    lr_tensor: Tensor | None,
-    momentum: float,
-    momentum_tensor: Tensor | None,
+    lr: Tensor,
+    momentum: Tensor,
     retraction: str,
     transport: str,
     max_angle: float | None,
@@ -31,8 +31,8 @@ def _geodesic_steps(
         weights,
         grads,
         momentum_buffers or [None] * len(weights),
-        lr if lr_tensor is None else lr_tensor,
-        momentum if momentum_tensor is None else momentum_tensor,
+        lr,
+        momentum,
         retraction=retraction,
         transport=transport,
         max_angle=max_angle,
@@ -58,11 +58,13 @@ def geodesic_steps(
     momentum: float | Tensor,
     **options: Any,
 ) -> None:
-    """`grassy.ops.geodesic_steps` by the operator, for weights with momentum and then for those without."""
-    rates = [(0.0, rate) if isinstance(rate, Tensor) else (float(rate), None) for rate in (lr, momentum)]
-    for without in (False, True):
-        chosen = [i for i, buffer in enumerate(momentum_buffers) if (buffer is None) == without]
+    """`grassy.ops.geodesic_steps` by the operator, on each device for weights with momentum and for those without."""
+    alike: dict[Any, list[int]] = {}
+    for i, buffer in enumerate(momentum_buffers):
+        alike.setdefault((weights[i].device, buffer is None), []).append(i)
+    for (device, _), chosen in alike.items():
         w, d, c = ([column[i] for i in chosen] for column in (weights, grads, counts))
-        m = [buffer for buffer in momentum_buffers if buffer is not None and not without]
-        if chosen:
-            _geodesic_steps(w, d, m, c, *rates[0], *rates[1], **options)
+        m = [momentum_buffers[i] for i in chosen if momentum_buffers[i] is not None]
+        # A number would become part of the code, which every new rate would compile again.
+        rates = (x if isinstance(x, Tensor) else torch.full((), x, dtype=F64, device=device) for x in (lr, momentum))
+        _geodesic_steps(w, d, m, c, *rates, **options)

@@ -149,12 +149,14 @@ def _step(
     gram_w = _gram(w, w, row, K)
     overlap = _gram(h, w, row, K)
     h -= _times(2 * overlap - _dot(overlap, gram_w), w, row, K)
+    # 0, or NaN if there is a NaN or Inf anywhere, in an absent row too.
+    lost = tl.sum(tl.sum(h - h, axis=1), axis=0) + (rate - rate)
     present = tl.sum(gram_w * eye, axis=1) > 0
     h = tl.where(present[:, None], h, 0.0)
     a = _gram(h, h, row, K)
 
-    energy = tl.sum(tl.sum(a * eye, axis=1), axis=0)  # ‖H‖²; a NaN or Inf anywhere shows here
-    if energy - energy == 0:
+    energy = tl.sum(tl.sum(a * eye, axis=1), axis=0)  # ‖H‖²
+    if energy - energy + lost == 0:
         speed = tl.sqrt(energy)
         if CAPPED:
             speed = _largest_singular_value(a)

@@ -168,18 +168,20 @@ def _turns(
     gram_w = tl.load(matrix)
     x = tl.load(matrix + K * K)
     a = tl.load(matrix + 2 * K * K)
+    mass = tl.sum(tl.sum(gram_w * eye, axis=1), axis=0)
+    energy = tl.sum(tl.sum(a * eye, axis=1), axis=0)
     present = tl.sum(gram_w * eye, axis=1) > 0  # an absent row has no direction of its own
     eye = tl.where(present[:, None], eye, 0.0)
     defect = gram_w - eye
-    energy = tl.sum(tl.sum(a * eye, axis=1), axis=0)
     if careful != 0:
         verdict = tl.where(verdict == CAREFUL, POLISH, SKIP)
     else:
         overlap = tl.where(present[:, None], x, 0.0)
         x = overlap - _dot(overlap, defect)  # B Wᵀ (W Wᵀ)⁻¹, to first order, as is what follows
         a = tl.where(present[:, None] & present[None, :], a - _dot(x, tl.trans(overlap)), 0.0)
-        length = energy  # ‖B‖²; a NaN or Inf anywhere shows here, or in A
-        energy = tl.maximum(tl.sum(tl.sum(a * eye, axis=1), axis=0), 0.0)
+        length = energy  # ‖B‖²
+        left = tl.sum(tl.sum(a * eye, axis=1), axis=0)
+        energy = tl.maximum(left, 0.0)
         verdict = tl.where(length > 0, MOVE, STILL)  # a class that does not move is left alone, to the bit
         # What cancellation leaves in A is of the size of rounding in B Bᵀ, and is felt only in large turns, or if the
         # length of H itself matters.
@@ -187,7 +189,7 @@ def _turns(
         if CAPPED:
             far = far | (64 * energy < length)
         verdict = tl.where(far, CAREFUL, verdict)
-        if (length - length != 0) | (energy - energy != 0):
+        if (mass - mass) + (length - length) + (left - left) + (rate - rate) != 0:  # a NaN or Inf anywhere shows there
             verdict = SKIP
             tl.atomic_add(counts_pointer, 1)
         tl.store(verdict_pointer, verdict)

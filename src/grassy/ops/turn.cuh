@@ -242,7 +242,7 @@ __device__ Verdict usual(Matrices m, float rate, int flags, float max_angle, int
     length = over_warp(length, false), left = over_warp(left, false), squares = over_warp(squares, false);
     const float energy = fmaxf(left, 0.0f);
     const bool moves = __any_sync(0xffffffffu, last_moves) && (!paired || __any_sync(0xffffffffu, first_moves));
-    const bool finite = length - length == 0 && left - left == 0;
+    const bool finite = length - length == 0 && left - left == 0 && rate - rate == 0;
     // The length of H may be off by the rounding of that of B.
     const bool small = scale * length <= 1 && squares <= SMALL_TURN * SMALL_TURN &&
                        scale * (energy + 1e-5f * length) < limit;
@@ -292,7 +292,7 @@ __device__ Verdict middle(Matrices m, float rate, int flags, float max_angle, bo
     wait_for_middle();
     const Four t = four(m.T), a = four(m.A);
     const float left = trace(m.A), energy = fmaxf(left, 0.0f);      // of H, squared
-    if (!(length - length == 0 && left - left == 0)) return SKIP;  // a NaN or Inf anywhere shows here
+    if (!(length - length == 0 && left - left == 0 && rate - rate == 0)) return SKIP;  // a NaN or Inf anywhere shows here
     // What cancellation leaves in A is of the size of rounding in N, and is felt only in large turns, or if the length
     // of H itself matters.
     if (!careful && (rate * rate * length > 1 || ((flags & CAPPED) && 64 * energy < length))) {

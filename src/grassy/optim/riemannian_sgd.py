@@ -147,9 +147,7 @@ def _check_options(group: dict[str, Any]) -> None:
         raise ValueError(f"lr must be a finite number >= 0, got {lr!r}")
     if not 0 <= group["momentum"] < 1:
         raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']!r}")
-    if group["max_angle"] is not None and not group["max_angle"] > 0:
-        raise ValueError(f"max_angle must be None or positive, in radians, got {group['max_angle']!r}")
-    ops.check_step_options(group["retraction"], group["transport"], group["direction"])
+    ops.check_step_options(group["retraction"], group["transport"], group["direction"], group["max_angle"])
 
 
 def _check_subspaces(p: Tensor) -> None:
