@@ -11,8 +11,8 @@ PACKAGE = Path(grassy.__file__).parent
 
 # Each part may use the parts before it, and itself. Parts on one line do not use each other.
 LAYERS = [
-    {"criteria", "precision", "spelling", "subspaces", "torchvision_import"},
-    {"geometry", "paper"},
+    {"precision", "spelling", "subspaces", "torchvision_import"},
+    {"criteria", "geometry", "paper"},
     {"ops"},
     {"heads", "optim"},
     {"loss", "surgery", "analysis"},

@@ -7,6 +7,8 @@ import pytest
 import grassy
 from grassy import cli, demo
 
+DEMO = "pip install -c constraints.txt -e '.[demo]' in the source of grassy"
+
 
 def last_error(capsys):
     """The one line on stderr."""
@@ -93,7 +95,7 @@ def test_an_output_that_is_not_writable_is_one_line(capsys, tmp_path):
         (ValueError("k must be\n  positive"), "grassy: error: k must be positive"),
         (TypeError("not a path"), "grassy: error: not a path"),
         (FileNotFoundError(2, "No such file", "x.yaml"), "grassy: error: x.yaml: No such file"),
-        (ModuleNotFoundError("no", name="rich"), "grassy: error: grassy demo needs rich: pip install 'grassy[demo]'"),
+        (ModuleNotFoundError("no", name="rich"), f"grassy: error: grassy demo needs rich: {DEMO}"),
         (
             ModuleNotFoundError("no", name="datasets.x"),
             "grassy: error: grassy demo needs datasets: pip install datasets",
@@ -111,7 +113,7 @@ def test_a_missing_package_is_named_together_with_the_extra_that_brings_it(capsy
     monkeypatch.delitem(sys.modules, "grassy.demo")
     monkeypatch.delattr(grassy, "demo")
     assert cli.main(["demo"]) == 2
-    assert last_error(capsys) == "grassy: error: grassy demo needs scikit-learn: pip install 'grassy[demo]'"
+    assert last_error(capsys) == f"grassy: error: grassy demo needs scikit-learn: {DEMO}"
 
 
 def test_a_mistake_inside_grassy_is_not_taken_for_a_missing_package(monkeypatch):

@@ -44,6 +44,11 @@ def test_subspaces_start_uniformly_random_and_orthonormal():
     assert abs(head(torch.randn(500, 64)).square().mean().item() - 25**2 * 8 / 64) < 2
 
 
+def test_a_class_that_is_all_of_the_space_is_warned_of():
+    with pytest.warns(UserWarning, match="k = 12 is all of the feature space"):
+        grassy.GrassmannHead(N, C, k=N)
+
+
 def test_a_learnable_gamma_is_a_euclidean_parameter_that_is_not_decayed():
     head, (x, y) = grassy.GrassmannHead(N, C, learnable_gamma=True, gamma=9.0), batch()
     fixed = grassy.GrassmannHead(N, C, gamma=9.0)

@@ -20,6 +20,29 @@ def test_a_misspelt_option_of_either_part_gets_a_hint():
             grassy.make_optimizer(a_model(), "sgd", lr=0.1, **{name: True})
 
 
+def test_a_rate_may_be_any_number_and_a_tensor_is_told_where_to_go():
+    import numpy as np
+
+    model = nn.Sequential(nn.Linear(4, 8), grassy.GrassmannHead(8, 3, k=2))
+    assert grassy.make_optimizer(model, "adamw", lr=np.float32(1e-3)).param_groups[0]["lr"] == pytest.approx(1e-3)
+    with pytest.raises(TypeError, match="lr must be a number; put tensors into the optimizer's param_groups"):
+        grassy.make_optimizer(model, "adamw", lr=torch.tensor(1e-3))
+
+
+def test_an_optimizer_that_calls_its_closure_several_times_is_refused():
+    model = nn.Sequential(nn.Linear(4, 8), grassy.GrassmannHead(8, 3, k=2))
+    with pytest.raises(ValueError, match="LBFGS evaluates its closure several times"):
+        grassy.make_optimizer(model, torch.optim.LBFGS, lr=0.1)
+
+
+def test_names_are_found_whatever_their_case():
+    model = nn.Sequential(nn.Linear(4, 8), grassy.GrassmannHead(8, 3, k=2))
+    with pytest.raises(ValueError, match="unknown optimizer 'AdamW', did you mean 'adamw'"):
+        grassy.make_optimizer(model, "AdamW", lr=0.1)
+    with pytest.raises(ValueError, match=r"got 'geodisic', did you mean 'geodesic'\?"):
+        grassy.make_optimizer(model, "sgd", lr=0.1, retraction="geodisic")
+
+
 def test_an_optimizer_that_needs_second_derivatives_is_refused():
     with pytest.raises(ValueError, match="'adahessian' needs second derivatives"):
         grassy.make_optimizer(a_model(), "adahessian", lr=1e-3)

@@ -49,6 +49,15 @@ def test_for_a_plain_head_it_is_the_criterion_on_the_logits():
     assert torch.equal(grassy.classification_loss(net, x, soft), nn.functional.cross_entropy(net(x), soft))
 
 
+@pytest.mark.parametrize("fuse_loss", [False, True])
+def test_every_token_of_a_sequence_has_its_label(fuse_loss):
+    model = nn.Sequential(nn.Linear(4, 8), grassy.GrassmannHead(8, 3, k=2, fuse_loss=fuse_loss))
+    x, y = torch.randn(5, 7, 4), torch.randint(0, 3, (5, 7))
+    y[0, 3:] = -100  # padding
+    expected = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    assert torch.allclose(grassy.classification_loss(model, x, y), expected)
+
+
 def test_a_model_without_a_head_of_grassys_is_served_too():
     net, (x, y) = model(nn.Linear(N, C)), batch()
     assert torch.equal(grassy.classification_loss(net, x, y), nn.functional.cross_entropy(net(x), y))

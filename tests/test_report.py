@@ -4,10 +4,11 @@ import html
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 
-from grassy.report.page import PageRun, read_curves, render_page, report, run_names
+from grassy.report.page import PageRun, open_run, read_curves, render_page, report, run_names
 from grassy.report.samples import sample_images
 from grassy.training.datasets import open_images
 from report_cases import make_run, random_run, tiny_images
@@ -116,3 +117,14 @@ def test_bad_input_is_one_sentence(tmp_path):
 def test_a_run_without_curves_or_samples_is_enough_for_a_page():
     run = random_run("a", 1, k=1)
     assert "grassy report" in render_page([PageRun("a", run.analysis)])
+
+
+def test_samples_are_of_the_images_that_an_earlier_analysis_measured(tmp_path):
+    data, run = tiny_images(tmp_path / "data"), make_run(tmp_path / "run", {"name": "grassmann", "k": 2})
+    bright = tiny_images(tmp_path / "bright")
+    with np.load(bright / "test.npz") as file:
+        np.savez(data / "train.npz", x=255 - file["x"] // 4, y=file["y"], classes=file["classes"])
+    pages = [open_run(run, "run", data, split, "cpu") for split in ("test", "train", None)]
+    assert [page.analysis["data"]["split"] for page in pages] == ["test", "train", "train"]
+    assert pages[0].samples != pages[1].samples
+    assert pages[2].samples == pages[1].samples

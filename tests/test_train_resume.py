@@ -73,6 +73,46 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
     assert (tmp_path / "run" / LAST).read_bytes() == before
 
 
+@pytest.mark.parametrize("left", [[BEST], [LAST], [BEST, LAST]])
+@pytest.mark.parametrize("resume", ["", "auto"])
+def test_weights_without_a_state_are_not_written_over(tmp_path, left, resume):
+    """The state is the largest file of a run: one that a user deletes."""
+    data, run = tiny_arrays(tmp_path / "data"), tmp_path / "run"
+    train(tiny_recipe(epochs=1), data, run)
+    for name in {BEST, LAST, STATE} - set(left):
+        (run / name).unlink()
+    before = {name: (run / name).read_bytes() for name in left}
+    with pytest.raises(ValueError, match="holds weights, but no resume.pt" if resume else "holds a run already"):
+        train(tiny_recipe(epochs=1), data, run, resume=resume)
+    assert {name: (run / name).read_bytes() for name in left} == before
+
+
+def test_a_run_killed_while_it_saved_for_the_first_time_begins_again(tmp_path, monkeypatch):
+    data, run = tiny_arrays(tmp_path / "data"), tmp_path / "run"
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_state", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(tiny_recipe(epochs=1), data, run, resume="auto")
+    assert (run / LAST).exists()
+    assert not (run / STATE).exists()
+    train(tiny_recipe(epochs=1), data, run, resume="auto")
+    assert (run / STATE).exists()
+    assert not (run / ".first-checkpoint").exists()
+
+
+def test_another_number_of_images_is_other_data(tmp_path):
+    data, run = tiny_arrays(tmp_path / "data", images=40), tmp_path / "run"
+    recipe = tiny_recipe(epochs=1, batch_size=16)
+    train(recipe, data, run)
+    tiny_arrays(data, images=41)
+    with pytest.raises(ValueError, match="a run with 40 images, not 41"):
+        train(recipe.changed({"epochs": 2}), data, run, resume="auto")
+
+
 def test_resuming_from_nothing_from_damage_and_from_another_recipe_is_said(tmp_path):
     data = tiny_arrays(tmp_path / "data")
     with pytest.raises(ValueError, match="nothing to resume from"):

@@ -103,6 +103,14 @@ def test_a_validation_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatc
         train(tiny_recipe(), tiny_arrays(tmp_path / "data"), tmp_path / "run", quiet=True)
 
 
+def test_subspaces_that_are_asked_to_turn_too_far_are_told_of(tmp_path, capsys):
+    data = tiny_arrays(tmp_path / "data")
+    train(tiny_recipe(epochs=1, head_lr=1e7), data, tmp_path / "run")
+    assert "turns of classes were cut to 64 radians: head_lr is far too large" in capsys.readouterr().err
+    train(tiny_recipe(epochs=1), data, tmp_path / "usual")
+    assert "radians" not in capsys.readouterr().err
+
+
 def test_broken_images_are_named_counted_and_survived(tmp_path, capsys):
     folder = tiny_folders(tmp_path / "data")
     (folder / "train" / "cat" / "3.png").write_bytes(b"nothing")

@@ -285,6 +285,11 @@ def test_a_data_set_of_torchvision_that_is_not_there_is_one_line_without_advice_
         open_images("torch/cifar100", tmp_path, "train")
 
 
+def test_the_digits_have_no_other_split():
+    with pytest.raises(ValueError, match="no split 'tset': it is one of train and val"):
+        open_images("digits", None, "tset")
+
+
 def test_the_digits_have_no_folder(tmp_path):
     with pytest.raises(ValueError, match=r"digits, which has no files: for the images in .* it must be empty"):
         open_images("digits", tmp_path, "train")

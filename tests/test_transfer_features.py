@@ -58,6 +58,17 @@ def test_models_are_opened_by_name_from_both_libraries(name, tmp_path):
     assert (source.img_size, len(source.mean)) == (224, 3)
 
 
+def test_weights_that_were_not_downloaded_to_their_end_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    file = tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(bytes(range(1, 200)))
+    with pytest.raises(
+        ValueError, match=r"its weights cannot be read .* If .*resnet18-f37072fd\.pth was not downloaded"
+    ):
+        open_model("torchvision/resnet18")
+
+
 def test_unknown_models_are_named():
     for name, message in [
         ("timm/resnet81", "timm has no model 'resnet81', did you mean"),

@@ -31,7 +31,7 @@ def _command(commands: "argparse._SubParsersAction[Parser]", name: str, what: st
 
 def add_demo(commands: "argparse._SubParsersAction[Parser]") -> None:
     parser = _command(
-        commands, "demo", "train a linear and some Grassmann heads on digits; under a minute", "grassy demo"
+        commands, "demo", "train a linear and some Grassmann heads on digits; a minute or two", "grassy demo"
     )
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for demo.png and demo.json")
     parser.add_argument("--seeds", type=int, help="how many times to train each head")
@@ -287,7 +287,7 @@ def add_report(commands: "argparse._SubParsersAction[Parser]") -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs")
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: report.html")
     parser.add_argument("--data-dir", type=Path, help="as for train; adds sample images, and what needs features")
-    parser.add_argument("--split", help="of the data (default: the recipe's val_split)")
+    parser.add_argument("--split", help="of the data (default: that of the run's analysis, or the recipe's val_split)")
     parser.add_argument("--title", default="", help="of the page")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="write heatmaps as PDF there, too")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
@@ -332,8 +332,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if module in ("", "grassy"):
             raise  # a mistake of ours, not a missing package
         package = PACKAGES.get(module, module)
-        what = package if package in APART else f"'grassy[{args.extra}]'"
-        return _fail(f"grassy {args.command} needs {package}: pip install {what}")
+        if package in APART:
+            return _fail(f"grassy {args.command} needs {package}: pip install {package}")
+        how = f"pip install -c constraints.txt -e '.[{args.extra}]' in the source of grassy"
+        return _fail(f"grassy {args.command} needs {package}: {how}")
     except (ValueError, TypeError) as error:
         return _fail(str(error))
     except BrokenPipeError:  # the reader of our output, such as head, has had enough

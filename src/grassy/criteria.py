@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from grassy.spelling import nearest
+
 
 class BinaryCrossEntropy(nn.Module):
     """Sigmoid cross-entropy of each class against all others (Beyer et al. 2020), for indices or soft targets.
@@ -48,7 +50,7 @@ CRITERIA: dict[str, Callable[..., nn.Module]] = {
 def create_criterion(name: str, **options: Any) -> nn.Module:
     """The criterion registered under `name`: "cross-entropy", "label-smoothing" (0.1) or "bce"."""
     if name not in CRITERIA:
-        raise ValueError(f"unknown criterion {name!r}; known: {', '.join(sorted(CRITERIA))}")
+        raise ValueError(f"unknown criterion {name!r}{nearest(name, CRITERIA)}; known: {', '.join(sorted(CRITERIA))}")
     return CRITERIA[name](**options)
 
 

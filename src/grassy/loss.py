@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from grassy.criteria import create_criterion, is_binary_cross_entropy
 from grassy.heads import Criterion, Head, LossRequest
+from grassy.heads.base import of_all_places
 
 
 def classification_loss(
@@ -21,7 +22,8 @@ def classification_loss(
     inputs is a mapping, as a Hugging Face processor gives. Heads that use the target (margin heads, or those with a
     loss of their own) get it there. For all others the result is `criterion(model(inputs), target)`.
 
-    target: class indices (B,), or probabilities (B, C) as mixup gives, for criteria and heads that take them.
+    target: class indices (B,), or (B, T) of T tokens each, or probabilities (B, C) as mixup gives, for criteria and
+        heads that take them.
     """
     if criterion is None:
         criterion = F.cross_entropy
@@ -48,7 +50,7 @@ def classification_loss(
         # A model may flatten what it takes for logits.
         losses = [loss.reshape(()) if loss.numel() == 1 else _refuse(loss, heads) for loss in results]
     else:
-        losses = [criterion(logits, target) for logits in results]
+        losses = [of_all_places(criterion, logits, target) for logits in results]
     return sum(losses[1:], start=losses[0]) / len(losses)
 
 

@@ -62,6 +62,11 @@ class GrassmannHead(Head):
             raise ValueError(f"k must be one int or one for each of the {num_classes} classes, got {len(dims)} of them")
         if max(dims) > in_features:
             raise ValueError(f"k must lie between 1 and in_features = {in_features}, got {max(dims)}")
+        if max(dims) == in_features > 1:
+            warnings.warn(
+                f"k = {max(dims)} is all of the feature space: such a class has the largest logit for every feature",
+                stacklevel=2,
+            )
         if gamma == "auto":
             gamma = recommended_gamma(num_classes, dims, in_features)
         if isinstance(gamma, str) or not gamma > 0:
@@ -115,7 +120,8 @@ class GrassmannHead(Head):
 
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
         """The criterion on the logits; if it is cross-entropy and `fuse_loss` is set, without the logits."""
-        options = _cross_entropy_options(criterion, target) if self.fuse_loss and features.ndim == 2 else None
+        usual = features.ndim == 2 or target.shape == features.shape[:-1]
+        options = _cross_entropy_options(criterion, target) if self.fuse_loss and usual else None
         if options is None:
             return super().loss(features, target, criterion)
         features = self.prepare(features, target, criterion)

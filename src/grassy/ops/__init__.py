@@ -20,6 +20,7 @@ from grassy.ops import native, step_operator
 from grassy.ops.reference import autocasts, unit
 from grassy.ops.reference import subspace_logits as reference_logits
 from grassy.precision import exact_products
+from grassy.spelling import nearest
 
 RETRACTIONS = ("geodesic", "qf")
 TRANSPORTS = ("projection", "parallel")
@@ -130,11 +131,13 @@ def check_step_options(
 ) -> None:
     """Raise a ValueError that lists what is allowed."""
     if retraction not in RETRACTIONS:
-        raise ValueError(f"retraction must be one of {RETRACTIONS}, got {retraction!r}")
+        raise ValueError(
+            f"retraction must be one of {RETRACTIONS}, got {retraction!r}{nearest(retraction, RETRACTIONS)}"
+        )
     if transport not in TRANSPORTS:
-        raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}")
+        raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}{nearest(transport, TRANSPORTS)}")
     if direction not in DIRECTIONS:
-        raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
+        raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}{nearest(direction, DIRECTIONS)}")
     if retraction == "qf" and transport == "parallel":
         raise ValueError("transport='parallel' follows a geodesic; with retraction='qf' use transport='projection'")
     if max_angle is not None and not max_angle > 0:

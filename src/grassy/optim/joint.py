@@ -4,6 +4,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
+from numbers import Real
 from typing import Any
 
 import torch
@@ -59,8 +60,12 @@ def make_optimizer(
     optimizer_class, implied = _optimizer_class(base)
     _check_options(optimizer_class, base_options)
     for name, value in (("lr", lr), ("head_lr", head_lr), ("weight_decay", weight_decay)):
-        if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
+        if isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a number; put tensors into the optimizer's param_groups, got {value!r}")
+        if value is not None and not (isinstance(value, Real) and 0 <= value < math.inf):
             raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
+    if issubclass(optimizer_class, torch.optim.LBFGS):
+        raise ValueError("LBFGS evaluates its closure several times in a step, which the subspaces cannot follow")
     subspaces = dict(named_subspaces(model))
     if not subspaces and head_lr is not None:
         raise ValueError(
@@ -205,7 +210,7 @@ def _optimizer_class(base: str | type[Optimizer]) -> tuple[type[Optimizer], dict
         from timm.optim import get_optimizer_class, get_optimizer_info, list_optimizers  # type: ignore[attr-defined]
     except ImportError:
         raise ValueError(
-            f"unknown optimizer {base!r}; without timm (pip install grassy[train]) there are {', '.join(sorted(known))}"
+            f"unknown optimizer {base!r}; without timm (of grassy's extra 'train') there are {', '.join(sorted(known))}"
         ) from None
     names = sorted({*known, *map(str, list_optimizers())})
     if base not in names:

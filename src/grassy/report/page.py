@@ -76,12 +76,15 @@ def report(
 def open_run(run: Path, name: str, data_dir: Path | None, split: str | None, device: str) -> PageRun:
     file = weights_file(run)
     about = read_description(file)
-    images, _ = open_split(about, data_dir, split)
+    images, recipe = open_split(about, data_dir, split)
     analysis = _current_analysis(file, data_dir, split, wants_data=images is not None)
     if analysis is None:
         analysis = analyze(run, data_dir, split, device)
     samples = None
     if images is not None:
+        measured = analysis["data"]["split"]
+        if measured != recipe.val_split:  # an analysis from before: samples are to be of the images that it measured
+            images = open_split(about, data_dir, measured)[0] or images
         room = MOST_CHARACTERS - len(json.dumps(analysis))
         samples = sample_images(images, about.num_classes, budget=min(BUDGET, room))
     return PageRun(name, analysis, read_curves(file.parent / SUMMARY), samples, of_paper(about.recipe or {}))

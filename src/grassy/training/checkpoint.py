@@ -174,9 +174,11 @@ def read_torch(path: Path) -> dict[str, Any]:
 
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{path} holds more than tensors and plain values and was not unpickled: {reason}") from None
+    except pickle.UnpicklingError:
+        raise ValueError(
+            f"{path} holds more than tensors and plain values, or is damaged, and was not unpickled: save the "
+            "state_dict of its model alone"
+        ) from None
     except (FileNotFoundError, PermissionError):
         raise
     except Exception as error:  # at bytes that are no such file torch raises all sorts of things

@@ -143,6 +143,8 @@ def digits(split: str) -> ArrayImages:
     """scikit-learn's 1,797 digits of 8x8 pixels; every fifth one is for validation."""
     from sklearn.datasets import load_digits
 
+    if split not in (*TRAIN_NAMES, *VALIDATION_NAMES):
+        raise ValueError(f"the digits have no split {split!r}: it is one of train and val")
     bunch = load_digits()
     fifth = np.arange(len(bunch.target)) % 5 == 0
     chosen = ~fifth if split in TRAIN_NAMES else fifth

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,14 @@ def _from_torchvision(name: str, device: torch.device | str, pretrained: bool) -
     weights = getattr(models.get_model_weights(name), "DEFAULT", None)
     if weights is None:
         raise ValueError(f"torchvision has no weights for {name!r}")
-    model = models.get_model(name, weights=weights if pretrained else None).eval().to(device)
+    try:
+        model = models.get_model(name, weights=weights if pretrained else None).eval().to(device)
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        file = Path(torch.hub.get_dir()) / "checkpoints" / Path(weights.url).name
+        raise ValueError(
+            f"torchvision/{name}: its weights cannot be read ({' '.join(str(error).split())[:80]}). If {file} was not "
+            "downloaded to its end, delete it"
+        ) from None
     preset = weights.transforms()
     size, resized = int(preset.crop_size[0]), int(preset.resize_size[0])
     return FeatureModel(

@@ -13,6 +13,8 @@ from grassy.training import checkpoint
 from grassy.training.checkpoint import BEST, LAST, STATE, Description
 from grassy.training.recipe import Recipe
 
+#: Is there while a run saves for the first time: weights without a state are then those of a run that was killed.
+FIRST = ".first-checkpoint"
 #: What may differ between a run and its continuation: it changes how long or how conveniently, not what is trained.
 FREE = (
     "description",
@@ -60,8 +62,12 @@ class RunFolder:
     def find_state(self, resume: str) -> Path | None:
         """The file to resume from. A folder that holds another run is not written over."""
         own = self.path / STATE
-        taken = own.exists() or (self.path / LAST).exists()
+        taken = any((self.path / name).exists() for name in (STATE, LAST, BEST))
         if resume == "auto":
+            if taken and not own.exists() and not (self.path / FIRST).exists():
+                raise ValueError(
+                    f"{self.path} holds weights, but no {STATE} to go on from: move them away, or give another --output"
+                )
             return own if own.exists() else None
         source = Path(resume)
         if resume and source.suffix == ".safetensors":
@@ -89,14 +95,24 @@ class RunFolder:
         state: Mapping[str, Any],
     ) -> None:
         """Write the best and the last weights, then the state: it must never claim what is not on the disk."""
+        first = None if (self.path / STATE).exists() else self.path / FIRST
+        if first is not None:
+            first.touch()
         if best is not None:
             checkpoint.save_weights(*best, self.path / BEST)
         checkpoint.save_weights(*last, self.path / LAST)
         checkpoint.save_state(state, self.path / STATE)
+        if first is not None:
+            first.unlink()
 
 
 def check_same_run(
-    saved: Mapping[str, Any], recipe: Recipe, updates: int, class_names: Sequence[str] | None, path: Path
+    saved: Mapping[str, Any],
+    recipe: Recipe,
+    updates: int,
+    images: int | None,
+    class_names: Sequence[str] | None,
+    path: Path,
 ) -> None:
     """Raise a ValueError if a saved state belongs to another recipe, to another number of images, or other classes."""
     old, new = saved.get("recipe", {}), recipe.to_dict()
@@ -110,6 +126,8 @@ def check_same_run(
         raise ValueError(
             f"{path} belongs to a run with {saved['updates']} updates an epoch, not {updates}: is this other data?"
         )
+    if images is not None and saved.get("images") not in (None, images):
+        raise ValueError(f"{path} belongs to a run with {saved['images']} images, not {images}: is this other data?")
     before = saved.get("class_names")
     if before is not None and class_names is not None and before != list(class_names):
         lost = next((name for name in before if name not in class_names), None)

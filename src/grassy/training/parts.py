@@ -23,6 +23,7 @@ from grassy.training.prepare import Preparation
 from grassy.training.recipe import Recipe
 from grassy.training.resident import ResidentLoader
 from grassy.training.schedule import Schedule
+from grassy.training.streams import StreamLoader
 from grassy.training.update import Update, learning_rates_on_device
 
 
@@ -105,6 +106,11 @@ class Parts:
         return self.data.train.updates
 
     @property
+    def images(self) -> int | None:
+        """Images to train on; of a stream it is not known."""
+        return None if isinstance(self.data.train, StreamLoader) else self.data.train.batches.length
+
+    @property
     def done(self) -> int:
         """Updates so far, in all epochs."""
         return self.state.epoch * self.updates + self.state.update
@@ -121,6 +127,7 @@ class Parts:
             "grassy": grassy.__version__,
             "recipe": self.recipe.to_dict(),
             "updates": self.updates,
+            "images": self.images,
             "class_names": None if self.data.class_names is None else list(self.data.class_names),
             "progress": dataclasses.asdict(self.state),
             "model": self.model.state_dict(),
@@ -131,7 +138,7 @@ class Parts:
         }
 
     def _restore(self, saved: dict[str, Any], path: Path) -> None:
-        check_same_run(saved, self.recipe, self.updates, self.data.class_names, path)
+        check_same_run(saved, self.recipe, self.updates, self.images, self.data.class_names, path)
         try:
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])

@@ -138,6 +138,8 @@ class Recipe:
 
 
 HINTS: dict[str, Any] = typing.get_type_hints(Recipe)
+#: As others call them.
+ALIASES = {"learning_rate": "lr", "optimizer": "opt", "scheduler": "sched", "wd": "weight_decay", "bs": "batch_size"}
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] = (), fields: Mapping[str, Any] | None = None) -> Recipe:
@@ -145,15 +147,15 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = (), fields: Mapping
 
     name: of a recipe of the package, or the path of a YAML file (whose base may be either, too) or of a run's folder.
     """
-    before = settings = read_settings(name)
-    given = set(fields or {})
+    before = read_settings(name)
+    changes = {}
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
             raise ValueError(f"a setting is given as key=value, got {override!r}")
-        settings = _merged(settings, {key.strip(): _parsed(value, override)})
-        given.add(key.strip())
-    return Recipe(**_schedule_follows(before, _merged(settings, fields or {}), given))
+        changes[key.strip()] = _parsed(value, override)
+    settings = _merged(_merged(before, changes), fields or {})
+    return Recipe(**_schedule_follows(before, settings, {*changes, *(fields or {})}))
 
 
 def read_settings(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -182,15 +184,18 @@ def recipe_names() -> list[str]:
 
 
 def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with changes: of mappings key by key, but another head, model or optimizer starts with its defaults."""
+    """Settings with changes: of mappings key by key, but another head, model or optimizer starts with its defaults, to
+    which the options among the changes are added, whatever their order.
+    """
     merged = dict(settings)
     for whole, options in (("model", "model_kwargs"), ("opt", "opt_kwargs")):
         if whole in changes and changes[whole] != settings.get(whole, getattr(Recipe, whole)):
             merged[options] = {}
-    for key, value in changes.items():
+    for key, value in sorted(changes.items(), key=lambda change: change[0] not in ("head", "head.name")):
         name, dot, part = str(key).partition(".")
         if name not in HINTS:
-            raise ValueError(f"a recipe has no field {name!r}{nearest(name, [*HINTS, 'base'])}")
+            meant = f", did you mean {ALIASES[name]!r}?" if name in ALIASES else nearest(name, [*HINTS, "base"])
+            raise ValueError(f"a recipe has no field {name!r}{meant}")
         if dot:
             if HINTS[name] != dict[str, Any]:
                 raise ValueError(f"{name} has no parts, got {key!r}")
@@ -238,7 +243,7 @@ def _check_head(name: Any, **options: Any) -> None:
     width = max((dim for dim in dims if isinstance(dim, int)), default=1)
     try:  # the head itself knows; the smallest one will do, and must not draw from the random numbers of a run
         with torch.random.fork_rng(devices=[]):
-            create_head(name, max(1, width), len(dims), **options)
+            create_head(name, max(1, width) + 1, len(dims), **options)
     except (ValueError, TypeError) as error:
         raise type(error)(f"head {name!r} with {options}: {error}") from None
 
