@@ -1,5 +1,7 @@
 """The spectral step: against an SVD in float64, its invariances, its angles, and the hazards of the design."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -240,3 +242,16 @@ def test_training_with_it_lowers_the_loss():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_the_experiment_measures_how_far_classes_turn(monkeypatch):
+    from experiments.spectral import run
+
+    monkeypatch.setattr(run, "EPOCHS", 2)
+    found = run.train("spectral", "constant", rare=True, seed=0)
+    steps = -(-len(run.images(rare=True)[0]) // run.BATCH)
+    assert found["path"] == pytest.approx(steps * math.degrees(0.02), rel=0.01)
+    assert 0 < found["net"] <= found["path"] + 1e-6
+    still = run.train("gradient", "constant", rare=True, seed=0)
+    assert still["path"] != pytest.approx(found["path"], rel=0.01)
+    assert (run.images(rare=True)[1] == run.RARE).sum() == run.FEW
