@@ -63,6 +63,7 @@ def page(results: Path, images: Path) -> str:
         "head_gpu": ("The head", head),
         "memory_gpu": ("Memory", memory),
         "iteration_gpu": ("A training iteration", iteration),
+        "gpu_tests_gpu": ("The tests of all this", kernel_tests),
     }
     for stem, (title, write) in sections.items():
         text.append(f"## {title}")
@@ -76,6 +77,18 @@ def page(results: Path, images: Path) -> str:
         command += " --device cpu" if place == "cpu" else ""
         text.append(f"`{command}` on {machine(result)}.{result.get('note', '')}")
     return "\n\n".join(block if block[0] in "#|!" else wrapped(block) for block in text) + "\n"
+
+
+def kernel_tests(result: Result, _: Path) -> list[str]:
+    files = result["files"]
+    total = {name: sum(found.get(name, 0) for found in files.values()) for name in ("passed", "failed", "error")}
+    failed = total["failed"] + total["error"]
+    each = ", ".join(f"{found.get('passed', 0)} of {Path(file).name}" for file, found in files.items())
+    return [
+        "CI has no GPU: it tests the kernels by an interpreter and an emulator. With one there are more tests, against "
+        f"float64, which CI skips. Of commit {result['commit'][:7]}, {total['passed']} passed ({each}) and "
+        f"{failed or 'none'} failed."
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ the head

@@ -228,6 +228,9 @@ def test_ten_thousand_steps_keep_it_orthonormal(shape, radians):
     for _ in range(1000):
         graph.replay()
     assert g.orthonormality_error(w.double()) < 1e-6
+    distance, _, error = compare(w, 0.02 / radians * gradients[0], torch.zeros_like(w), "auto")
+    assert distance < 1e-6  # one more step is as exact as the first
+    assert error < 1e-6
 
 
 @pytest.mark.parametrize("lr", [5e-3, 0.05])

@@ -11,7 +11,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks import performance_page  # noqa: E402
+from benchmarks import gpu_tests, performance_page  # noqa: E402
 
 FACTS = {"date": "2026-01-02", "gpu": "Some GPU", "cuda": "13.0", "grassy": "0.1.0", "torch": "2.11", "python": "3.11"}
 
@@ -33,11 +33,19 @@ def run(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("name", ["step", "head", "memory", "svd_qr", "drift", "iteration"])
+@pytest.mark.parametrize("name", ["step", "head", "memory", "svd_qr", "drift", "iteration", "gpu_tests"])
 def test_without_a_gpu_a_benchmark_says_so_in_one_sentence(name, run, tmp_path):
     with pytest.raises(SystemExit, match=r"^This benchmark needs a CUDA GPU, and torch finds none here\.$"):
         run(name)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_pytest_says_at_its_end_is_counted():
+    assert gpu_tests.counts("....\n40 passed, 170 deselected in 30.72s\n") == {"passed": 40}
+    assert gpu_tests.counts("=== 2 failed, 3 passed, 1 error in 1s ===") == {"passed": 3, "failed": 2, "error": 1}
+    assert gpu_tests.counts("") == {}
+    files = {file for file, _ in gpu_tests.SHARES}
+    assert {str(ROOT / file) for file in files} == {str(file) for file in ROOT.glob("tests/test_cuda*.py")}
 
 
 def test_the_benchmark_of_drift_runs_on_a_cpu(run):
@@ -124,13 +132,16 @@ def test_the_page_is_written_from_all_results(tmp_path, monkeypatch):
         "ms": {"svd": 5.0, "qr": 3.0},
         "implementation": "native",
     }
+    tests = {"tests/test_a.py": {"passed": 3}, "tests/test_b.py": {"passed": 4, "failed": 1}}
+    (tmp_path / "gpu_tests_gpu.json").write_text(json.dumps({**FACTS, "commit": 40 * "c", "files": tests}))
     (tmp_path / "svd_qr_cpu.json").write_text(json.dumps({**FACTS, "rows": [factorised]}))
     output = tmp_path / "docs" / "performance.md"
     monkeypatch.setattr(sys, "argv", ["page", "--results", str(tmp_path), "--output", str(output)])
     performance_page.main()
     text = output.read_text()
     assert "no results" not in text
-    assert text.count("on Some GPU, torch 2.11, grassy 0.1.0, 2026-01-02.") == 7
+    assert text.count("on Some GPU, torch 2.11, grassy 0.1.0, 2026-01-02.") == 8
+    assert "Of commit ccccccc, 7 passed (3 of test_a.py, 4 of test_b.py) and 1 failed." in " ".join(text.split())
     assert "| 5 x 2 x 9 | 2.5 | 1.5 | native |" in text
     assert max(len(line) for line in text.splitlines() if line[:1] != "|") <= 120
     step = "takes 2.00 times as long", "| 1,000 x 4 x 2,048 | 40.0 | 45.0 | 80.0 |"
@@ -149,5 +160,5 @@ def test_the_page_is_written_from_all_results(tmp_path, monkeypatch):
 def test_a_missing_result_gets_a_sentence(tmp_path):
     (tmp_path / "step_gpu.json").write_text(json.dumps(step_results()))
     text = performance_page.page(tmp_path, tmp_path)
-    assert text.count("There are no results yet") == 6
+    assert text.count("There are no results yet") == 7
     assert "`python -m benchmarks.iteration`" in text

@@ -187,8 +187,9 @@ def test_the_kernels_compile_for_gpus_and_fit_into_their_shared_memory(rows, cap
     constants = dict.fromkeys(flags, True) | {"SHARE": triton_stream.SHARE, "LARGEST": 64.0}
     constants |= {"K": rows, "N": triton_stream.COLUMNS[rows]}
     types = {**TYPES, "momentum_pointer": "*bf16", "lr": "*fp32", "momentum": "*fp32"}
-    for name in ("_grams", "_turns", "_tangents", "_moves", "_polish"):
+    for name, careful in (("_grams", False), ("_grams", True), ("_turns", None), ("_moves", None), ("_polish", None)):
         kernel = getattr(triton_stream, name)
+        constants["CAREFUL_ONLY"] = careful
         signature = {each: types.get(each, "constexpr") for each in kernel.arg_names}
         values = {(i,): constants[each] for i, each in enumerate(signature) if each in constants}
         source = ASTSource(kernel, signature, values, {})

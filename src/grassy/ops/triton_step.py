@@ -14,6 +14,7 @@ from torch import Tensor
 
 from grassy.ops import reference, triton_stream
 from grassy.ops.reference import MAX_DOUBLINGS
+from grassy.ops.triton_matrices import cosm1_sinc, dot, largest_singular_value
 
 __all__ = ["fits", "geodesic_step"]
 
@@ -148,7 +149,7 @@ def _step(
         h += mu * tl.load(momentum_pointer + place, inside, other=0.0).to(tl.float32)
     gram_w = _gram(w, w, row, K)
     overlap = _gram(h, w, row, K)
-    h -= _times(2 * overlap - _dot(overlap, gram_w), w, row, K)
+    h -= _times(2 * overlap - dot(overlap, gram_w, False), w, row, K)
     # 0, or NaN if there is a NaN or Inf anywhere, in an absent row too.
     lost = tl.sum(tl.sum(h - h, axis=1), axis=0) + (rate - rate)
     present = tl.sum(gram_w * eye, axis=1) > 0
@@ -159,7 +160,7 @@ def _step(
     if energy - energy + lost == 0:
         speed = tl.sqrt(energy)
         if CAPPED:
-            speed = _largest_singular_value(a)
+            speed = largest_singular_value(a, False)
         limit = tl.minimum(LARGEST, max_angle)
         tau = rate
         if rate * speed > limit:
@@ -167,19 +168,19 @@ def _step(
             tl.atomic_add(counts_pointer + 1, 1)
 
         # Step 4, the geodesic, with step 5 folded in: W' = polar (P W + Q H).
-        cosm1, sinc = _cosm1_sinc(tau * tau * a, eye)
+        cosm1, sinc = cosm1_sinc(tau * tau * a, eye, False)
         p = cosm1 + eye
         q = -tau * sinc
         if HAS_MOMENTUM:
             if PARALLEL:
-                moved = _times(p, h, row, K) + _times(tau * _dot(a, sinc), w, row, K)
+                moved = _times(p, h, row, K) + _times(tau * dot(a, sinc, False), w, row, K)
                 tl.store(momentum_pointer + place, moved, inside)
             else:
                 tl.store(momentum_pointer + place, h, inside)
         if energy > 0:  # a class that does not move is left alone, to the bit
-            gram = _dot(_dot(p, gram_w), p) + _dot(_dot(q, a), q)
+            gram = dot(dot(p, gram_w, False), p, False) + dot(dot(q, a, False), q, False)
             polar = 1.5 * eye - 0.5 * gram
-            new = _times(_dot(polar, p), w, row, K) + _times(_dot(polar, q), h, row, K)
+            new = _times(dot(polar, p, False), w, row, K) + _times(dot(polar, q, False), h, row, K)
             if rate * rate * energy > 1:  # rounding in A is felt: look at the result itself
                 new = _times(1.5 * eye - 0.5 * _gram(new, new, row, K), new, row, K)
             tl.store(weight_pointer + place, new, inside)
@@ -206,46 +207,3 @@ def _times(p, w, row, K: tl.constexpr):
         p_j = tl.sum(tl.where(row[None, :] == j, p, 0.0), axis=1)
         result += p_j[:, None] * w_j[None, :]
     return result
-
-
-@triton.jit
-def _dot(a, b):
-    """A B of two (K, K) blocks, in full float32: tensor cores would round to TF32."""
-    return tl.sum(a[:, :, None] * b[None, :, :], axis=1)
-
-
-@triton.jit
-def _cosm1_sinc(x, eye):
-    """`geometry.cosm1_sinc`: Taylor polynomials of degree 5 for ‖X‖ <= 1, then doublings of the angle."""
-    size = tl.sum(tl.sum(x * eye, axis=1), axis=0)
-    doublings = tl.maximum(tl.ceil(0.5 * tl.log2(tl.maximum(size, 1.0))), 0.0).to(tl.int32)
-    x = x * tl.exp2(-2.0 * doublings.to(tl.float32))
-    xx = _dot(x, x)
-    cosm1 = eye / 40320 - x / 3628800  # 1/8!, 1/10!
-    sinc = eye / 362880 - x / 39916800  # 1/9!, 1/11!
-    cosm1 = eye / 24 - x / 720 + _dot(xx, cosm1)
-    sinc = eye / 120 - x / 5040 + _dot(xx, sinc)
-    cosm1 = -x / 2 + _dot(xx, cosm1)
-    sinc = eye - x / 6 + _dot(xx, sinc)
-    for _ in range(doublings):
-        sinc += _dot(cosm1, sinc)
-        cosm1 = 2 * _dot(cosm1, cosm1) + 4 * cosm1
-    return cosm1, sinc
-
-
-@triton.jit
-def _largest_singular_value(a):
-    """The root of the largest eigenvalue of A: `reference._largest_eigenvalue`."""
-    tiny: tl.constexpr = 1.1754944e-38
-    scale = tl.maximum(tl.max(tl.max(tl.abs(a), axis=1), axis=0), tiny)
-    a = a / scale
-    norm = tl.maximum(tl.sqrt(tl.sum(tl.sum(a * a, axis=1), axis=0)), tiny)
-    logarithm = tl.log(scale) + tl.log(norm)
-    share = 0.5
-    for _ in tl.static_range(8):
-        a = a / norm
-        a = _dot(a, a)
-        norm = tl.maximum(tl.sqrt(tl.sum(tl.sum(a * a, axis=1), axis=0)), tiny)
-        logarithm += tl.log(norm) * share
-        share *= 0.5
-    return tl.exp(0.5 * logarithm)

@@ -3,7 +3,7 @@
 The mathematics is that of `reference._step`, the names too. A first pass over the columns sums the Gram matrices of W
 and B = μM + D (`_grams`), from which all K x K matrices follow (`_turns`), and a second one makes the new W and M
 (`_moves`): eight passes through memory, where five would be the floor. Classes that turn far have more, in which H and
-W' themselves are looked at (`_tangents`, `_polish`).
+W' themselves are looked at (`_grams` again, `_polish`).
 
 Products are those of tensor cores, each of three ("tf32x3"), which is almost float32. Their sums are not rounded but
 cut off, so that a long sum would drift: the columns of a block are summed there, and blocks in float32.
@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grassy.ops.reference import MAX_DOUBLINGS
+from grassy.ops.triton_matrices import cosm1_sinc, dot, largest_singular_value
 
 MAX_ROWS = 64
 #: Columns of a block, by the rows of a class, rounded up.
@@ -83,9 +84,9 @@ def launch(
         between = (scratch, verdicts, weight if skip is None else skip)
         tensors = (w, d, m, *between, momentum, k, n, matrices)
         with torch.cuda.device_of(weight):  # Triton launches on the current device
-            _grams[(many,)](*tensors, **both)
+            _grams[(many,)](*tensors, CAREFUL_ONLY=False, **both)
             _turns[(many,)](*between, counts, lr, limit, matrices, 0, **turns)
-            _tangents[(many,)](*tensors, **both)
+            _grams[(many,)](*tensors, CAREFUL_ONLY=True, **both)
             _turns[(many,)](*between, counts, lr, limit, matrices, 1, **turns)
             _moves[(many, triton.cdiv(n, SHARE))](*tensors, PARALLEL=transport == "parallel", SHARE=SHARE, **both)
             _polish[(many,)](w, *between, k, n, **sizes)
@@ -109,16 +110,23 @@ def _grams(
     MOMENTUM_ON_DEVICE: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     CAN_SKIP: tl.constexpr,
+    CAREFUL_ONLY: tl.constexpr,
 ):
-    """W Wᵀ, B Wᵀ and B Bᵀ."""
+    """W Wᵀ, B Wᵀ and B Bᵀ; or, of classes that `_turns` found to need it, H Hᵀ from H itself, in the place of B Bᵀ."""
     if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
         if tl.load(skip) != 0:
+            return
+    if CAREFUL_ONLY:  # noqa: SIM102
+        if tl.load(verdict_pointer + tl.program_id(0)) != CAREFUL:
             return
     mu = tl.load(momentum).to(tl.float32) if MOMENTUM_ON_DEVICE else momentum
     row = tl.arange(0, K)[:, None]
     column = tl.arange(0, N)[None, :]
     place = tl.program_id(0).to(tl.int64) * k * n + row * n + column
     nothing = _nothing(n, K)
+    matrix = scratch_pointer + _matrix(matrices, K)
+    present = tl.load(scratch_pointer + _presence(matrices, K)) > 0  # with care; before that it is not known
+    x = tl.load(matrix + K * K)
     gram_w = tl.zeros([K, K], tl.float32)
     overlap = tl.zeros([K, K], tl.float32)
     square = tl.zeros([K, K], tl.float32)
@@ -126,12 +134,15 @@ def _grams(
         inside = (row < k) & (begin + column < n)
         w = tl.load(weight_pointer + place + begin, inside, other=0.0)
         b = _sum(grad_pointer, momentum_pointer, place + begin, inside, mu, HAS_MOMENTUM, MAXIMIZE)
-        gram_w += tl.dot(w, tl.trans(w), nothing, input_precision="tf32x3")
-        overlap += tl.dot(b, tl.trans(w), nothing, input_precision="tf32x3")
+        if CAREFUL_ONLY:
+            b = tl.where(present[:, None], b - dot(x, w, True), 0.0)
+        else:
+            gram_w += tl.dot(w, tl.trans(w), nothing, input_precision="tf32x3")
+            overlap += tl.dot(b, tl.trans(w), nothing, input_precision="tf32x3")
         square += tl.dot(b, tl.trans(b), nothing, input_precision="tf32x3")
-    matrix = scratch_pointer + _matrix(matrices, K)
-    tl.store(matrix, gram_w)
-    tl.store(matrix + K * K, overlap)
+    if not CAREFUL_ONLY:
+        tl.store(matrix, gram_w)
+        tl.store(matrix + K * K, overlap)
     tl.store(matrix + 2 * K * K, square)
 
 
@@ -177,8 +188,8 @@ def _turns(
         verdict = tl.where(verdict == CAREFUL, POLISH, SKIP)
     else:
         overlap = tl.where(present[:, None], x, 0.0)
-        x = overlap - _dot(overlap, defect)  # B Wᵀ (W Wᵀ)⁻¹, to first order, as is what follows
-        a = tl.where(present[:, None] & present[None, :], a - _dot(x, tl.trans(overlap)), 0.0)
+        x = overlap - dot(overlap, defect, True)  # B Wᵀ (W Wᵀ)⁻¹, to first order, as is what follows
+        a = tl.where(present[:, None] & present[None, :], a - dot(x, tl.trans(overlap), True), 0.0)
         length = energy  # ‖B‖²
         left = tl.sum(tl.sum(a * eye, axis=1), axis=0)
         energy = tl.maximum(left, 0.0)
@@ -199,66 +210,23 @@ def _turns(
     if (verdict != SKIP) & (verdict != CAREFUL):
         speed = tl.sqrt(energy)
         if CAPPED:
-            speed = _largest_singular_value(a)
+            speed = largest_singular_value(a, True)
         limit = tl.minimum(LARGEST, max_angle)
         tau = rate
         if rate * speed > limit:
             tau = limit / speed
             tl.atomic_add(counts_pointer + 1, 1)
-        cosm1, sinc = _cosm1_sinc(tau * tau * a, eye)
+        cosm1, sinc = cosm1_sinc(tau * tau * a, eye, True)
         # The polar factor of P W + Q H is 1 − (P (W Wᵀ) P − P²) / 2, up to its square, since cos² + sin² = 1.
-        off = _dot(cosm1, defect)
+        off = dot(cosm1, defect, True)
         off = defect + off + tl.trans(off)
-        tl.store(matrix, cosm1 - 0.5 * (off + _dot(off, cosm1)))
-        tl.store(matrix + 2 * K * K, -tau * (sinc - 0.5 * _dot(off, sinc)))
+        tl.store(matrix, cosm1 - 0.5 * (off + dot(off, cosm1, True)))
+        tl.store(matrix + 2 * K * K, -tau * (sinc - 0.5 * dot(off, sinc, True)))
         if PARALLEL:
-            tl.store(matrix + 3 * K * K, tau * _dot(a, sinc))
+            tl.store(matrix + 3 * K * K, tau * dot(a, sinc, True))
             tl.store(matrix + 4 * K * K, cosm1)
         if careful != 0:
             tl.store(verdict_pointer, verdict)
-
-
-@triton.jit
-def _tangents(
-    weight_pointer,
-    grad_pointer,
-    momentum_pointer,
-    scratch_pointer,
-    verdict_pointer,
-    skip,
-    momentum,
-    k,
-    n,
-    matrices,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    HAS_MOMENTUM: tl.constexpr,
-    MOMENTUM_ON_DEVICE: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    CAN_SKIP: tl.constexpr,
-):
-    """H Hᵀ from H itself, of classes that need it."""
-    if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
-        if tl.load(skip) != 0:
-            return
-    if tl.load(verdict_pointer + tl.program_id(0)) != CAREFUL:
-        return
-    mu = tl.load(momentum).to(tl.float32) if MOMENTUM_ON_DEVICE else momentum
-    row = tl.arange(0, K)[:, None]
-    column = tl.arange(0, N)[None, :]
-    place = tl.program_id(0).to(tl.int64) * k * n + row * n + column
-    matrix = scratch_pointer + _matrix(matrices, K)
-    present = tl.load(scratch_pointer + _presence(matrices, K)) > 0
-    x = tl.load(matrix + K * K)
-    nothing = _nothing(n, K)
-    a = tl.zeros([K, K], tl.float32)
-    for begin in range(0, n, N):
-        inside = (row < k) & (begin + column < n)
-        w = tl.load(weight_pointer + place + begin, inside, other=0.0)
-        b = _sum(grad_pointer, momentum_pointer, place + begin, inside, mu, HAS_MOMENTUM, MAXIMIZE)
-        h = tl.where(present[:, None], b - _dot(x, w), 0.0)
-        a += tl.dot(h, tl.trans(h), nothing, input_precision="tf32x3")
-    tl.store(matrix + 2 * K * K, a)
 
 
 @triton.jit
@@ -304,14 +272,14 @@ def _moves(
         inside = (row < k) & (begin + column < n)
         w = tl.load(weight_pointer + place + begin, inside, other=0.0)
         b = _sum(grad_pointer, momentum_pointer, place + begin, inside, mu, HAS_MOMENTUM, MAXIMIZE)
-        h = tl.where(present[:, None], b - _dot(x, w), 0.0)
-        new = w + (_dot(along_w, w) + _dot(along_h, h))
+        h = tl.where(present[:, None], b - dot(x, w, True), 0.0)
+        new = w + (dot(along_w, w, True) + dot(along_h, h, True))
         tl.store(weight_pointer + place + begin, new, inside & moving)
         if HAS_MOMENTUM:
             if PARALLEL:
                 turned = tl.load(matrix + 3 * K * K)
                 cosm1 = tl.load(matrix + 4 * K * K)
-                h += _dot(cosm1, h) + _dot(turned, w)
+                h += dot(cosm1, h, True) + dot(turned, w, True)
             tl.store(momentum_pointer + place + begin, h, inside)
 
 
@@ -346,7 +314,7 @@ def _polish(
     for begin in range(0, n, N):
         inside = (row[:, None] < k) & (begin + column < n)
         w = tl.load(weight_pointer + place + begin, inside, other=0.0)
-        tl.store(weight_pointer + place + begin, w + _dot(half, w), inside)
+        tl.store(weight_pointer + place + begin, w + dot(half, w, True), inside)
 
 
 # ------------------------------------------------------------------------------------------------ parts of them
@@ -380,44 +348,3 @@ def _matrix(matrices, K: tl.constexpr):
 def _presence(matrices, K: tl.constexpr):
     """Where it is noted whether the rows of a class are present."""
     return tl.program_id(0).to(tl.int64) * (matrices * K + 1) * K + matrices * K * K + tl.arange(0, K)
-
-
-@triton.jit
-def _dot(a, b):
-    return tl.dot(a, b, input_precision="tf32x3")
-
-
-@triton.jit
-def _cosm1_sinc(x, eye):
-    """`geometry.cosm1_sinc`: Taylor polynomials of degree 5 for ‖X‖ <= 1, then doublings of the angle."""
-    size = tl.sum(tl.sum(x * eye, axis=1), axis=0)
-    doublings = tl.maximum(tl.ceil(0.5 * tl.log2(tl.maximum(size, 1.0))), 0.0).to(tl.int32)
-    x = x * tl.exp2(-2.0 * doublings.to(tl.float32))
-    xx = _dot(x, x)
-    cosm1 = eye / 40320 - x / 3628800  # 1/8!, 1/10!
-    sinc = eye / 362880 - x / 39916800  # 1/9!, 1/11!
-    for last in range(2):  # not unrolled: products take the compiler long
-        cosm1 = tl.where(last > 0, 0.0, 1 / 24) * eye - tl.where(last > 0, 1 / 2, 1 / 720) * x + _dot(xx, cosm1)
-        sinc = tl.where(last > 0, 1.0, 1 / 120) * eye - tl.where(last > 0, 1 / 6, 1 / 5040) * x + _dot(xx, sinc)
-    for _ in range(doublings):
-        sinc += _dot(cosm1, sinc)
-        cosm1 = 2 * _dot(cosm1, cosm1) + 4 * cosm1
-    return cosm1, sinc
-
-
-@triton.jit
-def _largest_singular_value(a):
-    """The root of the largest eigenvalue of A: `reference._largest_eigenvalue`."""
-    tiny: tl.constexpr = 1.1754944e-38
-    scale = tl.maximum(tl.max(tl.max(tl.abs(a), axis=1), axis=0), tiny)
-    a = a / scale
-    norm = tl.maximum(tl.sqrt(tl.sum(tl.sum(a * a, axis=1), axis=0)), tiny)
-    logarithm = tl.log(scale) + tl.log(norm)
-    share = 0.5
-    for _ in range(8):
-        a = a / norm
-        a = _dot(a, a)
-        norm = tl.maximum(tl.sqrt(tl.sum(tl.sum(a * a, axis=1), axis=0)), tiny)
-        logarithm += tl.log(norm) * share
-        share *= 0.5
-    return tl.exp(0.5 * logarithm)
