@@ -108,14 +108,14 @@ def test_where_triton_cannot_launch_a_kernel_plain_torch_takes_over(monkeypatch)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch, "ones", lambda *_, **__: None)  # there is no GPU to put it on
     monkeypatch.setattr(ops, "_load", lambda _: SimpleNamespace(unit=fail, unavailable=lambda _: "no NVRTC"))
-    ops._triton_failure.cache_clear()
+    ops._failure_of_a_launch.cache_clear()
     weight = SimpleNamespace(device=torch.device("cuda", 0), shape=(3, 2, 8))
     assert ops._why_not("triton", weight) == (
         "Triton fails: Failed to find C compiler. Please specify via CC environment variable."
     )
     assert ops.choose("auto", weight) == "reference"
     assert not ops._by_kernels("auto", weight)
-    ops._triton_failure.cache_clear()
+    ops._failure_of_a_launch.cache_clear()
 
 
 @pytest.mark.parametrize("impl", ["cuda", "triton"])

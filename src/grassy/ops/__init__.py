@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from grassy.ops import cross_entropy as fused_loss
 from grassy.ops import logits as fused_logits
@@ -101,11 +102,18 @@ def _impossible(impl: str, weight: Tensor) -> str | None:
     return None
 
 
-@functools.cache
 def _triton_failure(device: torch.device) -> str | None:
     """Why no kernel in Triton can be launched on a GPU: it needs a C compiler, for one, and the headers of Python."""
+    # While a graph is captured nothing can be tried out; by then kernels have run.
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return None if capturing else _failure_of_a_launch(device)
+
+
+@functools.cache
+def _failure_of_a_launch(device: torch.device) -> str | None:
     try:
-        _load("triton_head").unit(torch.ones(1, 1, device=device), torch.float32)
+        with _disable_current_modes():  # fake tensors cannot be launched on
+            _load("triton_head").unit(torch.ones(1, 1, device=device), torch.float32)
     except Exception as error:
         return f"Triton fails: {' '.join(str(error).split())[:200]}"
     return None
