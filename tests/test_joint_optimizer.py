@@ -24,7 +24,9 @@ def test_a_rate_may_be_any_number_and_a_tensor_is_told_where_to_go():
     import numpy as np
 
     model = nn.Sequential(nn.Linear(4, 8), grassy.GrassmannHead(8, 3, k=2))
-    assert grassy.make_optimizer(model, "adamw", lr=np.float32(1e-3)).param_groups[0]["lr"] == pytest.approx(1e-3)
+    for base in ("adamw", "sgd"):
+        groups = grassy.make_optimizer(model, base, lr=np.float32(1e-3), head_lr=1).param_groups
+        assert {type(group["lr"]) for group in groups} == {float}
     with pytest.raises(TypeError, match="lr must be a number; put tensors into the optimizer's param_groups"):
         grassy.make_optimizer(model, "adamw", lr=torch.tensor(1e-3))
 

@@ -58,6 +58,21 @@ def test_every_token_of_a_sequence_has_its_label(fuse_loss):
     assert torch.allclose(grassy.classification_loss(model, x, y), expected)
 
 
+def test_what_could_be_maps_of_logits_is_left_to_the_criterion():
+    """(B, C, H, W) of a model of its own, criteria that know tokens themselves, and losses token by token."""
+    maps, images = nn.Conv2d(3, 8, 1), torch.randn(2, 3, 8, 8)
+    labels = torch.randint(0, 8, (2, 8, 8))
+    assert torch.equal(
+        grassy.classification_loss(maps, images, labels), nn.functional.cross_entropy(maps(images), labels)
+    )
+    net = nn.Sequential(nn.Linear(4, 8), grassy.GrassmannHead(8, 3, k=2))
+    x, y = torch.randn(5, 7, 4), torch.randint(0, 3, (5, 7))
+    each = nn.functional.cross_entropy(net(x).transpose(1, 2), y, reduction="none")
+    own = lambda logits, target: nn.functional.cross_entropy(logits.transpose(1, 2), target)
+    assert torch.allclose(grassy.classification_loss(net, x, y, own), each.mean())
+    assert torch.allclose(grassy.classification_loss(net, x, y, nn.CrossEntropyLoss(reduction="none")), each)
+
+
 def test_a_model_without_a_head_of_grassys_is_served_too():
     net, (x, y) = model(nn.Linear(N, C)), batch()
     assert torch.equal(grassy.classification_loss(net, x, y), nn.functional.cross_entropy(net(x), y))

@@ -241,7 +241,8 @@ def test_numbers_on_the_host_are_not_left_to_a_kernel(monkeypatch):
     monkeypatch.setattr(ops, "_load", lambda _: Kernel)
     w = torch.empty(3, 2, 8, device="meta")
     ops.geodesic_step(w, w, w, torch.tensor(0.5), torch.tensor(0.25, dtype=torch.float64))
-    assert found == [0.5, 0.25]
+    ops.geodesic_step(w, w, w, 1, 0)  # integers would be another kernel, which does not compile
+    assert found == [0.5, 0.25, 1.0, 0.0]
     assert all(isinstance(number, float) for number in found)
 
 

@@ -225,6 +225,15 @@ def test_a_gamma_that_is_learned_gets_its_gradient_and_little_is_kept(normalize)
     assert max(saved) < 64 * 200 * 4  # not the coordinates
 
 
+def test_a_gamma_of_several_numbers_is_left_to_plain_torch():
+    x, weight, target = example(6, 5, 3, 7)
+    gammas = torch.rand(5) + 1
+    expected = F.cross_entropy(ops.subspace_logits(x, weight, gammas, impl="reference"), target)
+    assert torch.allclose(ops.subspace_cross_entropy(x, weight, target, gammas), expected)
+    one = ops.subspace_cross_entropy(x, weight, target, gammas[:1].view(1, 1, 1), reduction="none")
+    assert one.shape == (6,)
+
+
 def test_only_what_is_wanted_is_computed(monkeypatch):
     x, weight, target = example(6, 5, 3, 7)
     _, dx, dweight = gradients(lambda x, w: ops.subspace_cross_entropy(x, w, target), x, weight)

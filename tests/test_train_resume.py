@@ -104,6 +104,20 @@ def test_a_run_killed_while_it_saved_for_the_first_time_begins_again(tmp_path, m
     assert not (run / ".first-checkpoint").exists()
 
 
+def test_a_run_resumed_elsewhere_and_killed_before_it_saved_can_be_resumed_again(tmp_path):
+    data = tiny_arrays(tmp_path / "data")
+    train(tiny_recipe(epochs=1), data, tmp_path / "first")
+    folder = RunFolder(tmp_path / "second")
+    folder.claim()
+    folder.adopt_best(tmp_path / "first" / STATE)  # and then it was killed
+    folder.release()
+    assert (tmp_path / "second" / BEST).exists()
+    train(tiny_recipe(epochs=2), data, tmp_path / "second", resume=str(tmp_path / "first"))
+    (tmp_path / "second" / STATE).unlink()
+    with pytest.raises(ValueError, match=r"holds weights, but no resume\.pt"):
+        train(tiny_recipe(epochs=2), data, tmp_path / "second", resume="auto")
+
+
 def test_another_number_of_images_is_other_data(tmp_path):
     data, run = tiny_arrays(tmp_path / "data", images=40), tmp_path / "run"
     recipe = tiny_recipe(epochs=1, batch_size=16)

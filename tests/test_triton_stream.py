@@ -71,6 +71,13 @@ w, m = before[0].clone(), before[1].clone()
 facts["skip"] = step(w, d, m, skip=torch.ones(()))
 facts["skipped"] = torch.equal(w, before[0]) and torch.equal(m, before[1])
 
+w = geometry.random_subspace(3, 20, 70)
+w[0, 18:] = 0
+d, before = torch.zeros_like(w), w.clone()
+d[0, 19] = 1  # a gradient in an absent row alone
+step(w, d, torch.zeros_like(w))
+facts["absent alone"] = torch.equal(w, before)
+
 facts["lost"] = []
 for shape in ((4, 20, 70), (4, 3, 16)):  # the kernel of small classes, too
     w = geometry.random_subspace(*shape)
@@ -131,6 +138,7 @@ def test_classes_that_are_not_finite_do_not_move_or_turn_too_far_are_told_apart(
     assert report["untouched"]
     assert report["still"]
     assert report["moved"] == [True, True, True]
+    assert report["absent alone"]
     assert report["angle"] == pytest.approx(0.1, rel=1e-3)
 
 

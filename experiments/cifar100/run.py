@@ -251,7 +251,8 @@ def work(
                     running[pool.submit(do, job, place)] = job
             if not running:
                 return stopped
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
+            done = wait(running, return_when=FIRST_COMPLETED).done
+            for future in sorted(done, key=lambda each: each.exception() is not None):  # what is finished first
                 line = future.result()
                 job = running.pop(future)
                 append(args.results, line)

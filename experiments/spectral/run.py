@@ -111,6 +111,8 @@ def table(results: list[dict[str, object]]) -> str:
 
 
 def spread(values: list[float], digits: int) -> str:
+    if len(values) < 2:
+        return f"{values[0]:.{digits}f}"
     error = statistics.stdev(values) / math.sqrt(len(values))
     return f"{statistics.mean(values):.{digits}f} ± {error:.{digits}f}"
 

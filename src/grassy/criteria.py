@@ -1,5 +1,6 @@
 """The criteria of the paper's Section 5.2 by name: softmax cross-entropy, with label smoothing, and sigmoid BCE."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ class BinaryCrossEntropy(nn.Module):
             losses = F.binary_cross_entropy_with_logits(logits, target.to(logits.dtype), reduction="none")
             counted = losses.new_ones(losses.shape[:-1])
         else:
+            target = target.long()
             valid = target != self.ignore_index
             one_hot = F.one_hot(target.where(valid, 0), logits.shape[-1]).to(logits.dtype)
             losses = F.binary_cross_entropy_with_logits(logits, one_hot, reduction="none")
@@ -52,6 +54,20 @@ def create_criterion(name: str, **options: Any) -> nn.Module:
     if name not in CRITERIA:
         raise ValueError(f"unknown criterion {name!r}{nearest(name, CRITERIA)}; known: {', '.join(sorted(CRITERIA))}")
     return CRITERIA[name](**options)
+
+
+def of_tokens(criterion: Callable[..., Tensor], logits: Tensor, target: Tensor) -> Tensor:
+    """A criterion of the logits (B, C) of a head; if it is cross-entropy and there are T tokens, of (B, T, C).
+
+    torch's has the classes second. Where the shapes could mean either, they mean that.
+    """
+    function = criterion.func if isinstance(criterion, functools.partial) else criterion
+    cross_entropy = function is F.cross_entropy or isinstance(function, nn.CrossEntropyLoss)
+    tokens = logits.ndim > 2 and not target.is_floating_point() and target.shape == logits.shape[:-1]
+    if not cross_entropy or not tokens or target.shape == logits[:, 0].shape:
+        return criterion(logits, target)
+    loss = criterion(logits.flatten(0, -2), target.flatten())
+    return loss.reshape(target.shape) if loss.ndim else loss
 
 
 def is_binary_cross_entropy(criterion: Callable[..., Tensor]) -> bool:

@@ -8,9 +8,8 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grassy.criteria import create_criterion, is_binary_cross_entropy
+from grassy.criteria import create_criterion, is_binary_cross_entropy, of_tokens
 from grassy.heads import Criterion, Head, LossRequest
-from grassy.heads.base import of_all_places
 
 
 def classification_loss(
@@ -20,7 +19,8 @@ def classification_loss(
 
     The model, wrapped in DDP or torch.compile or not, is called once: `model(inputs)`, or `model(**inputs)` if
     inputs is a mapping, as a Hugging Face processor gives. Heads that use the target (margin heads, or those with a
-    loss of their own) get it there. For all others the result is `criterion(model(inputs), target)`.
+    loss of their own) get it there. For all others the result is `criterion(model(inputs), target)`; cross-entropy of
+    the logits (B, T, C) of a head is that of all T tokens.
 
     target: class indices (B,), or (B, T) of T tokens each, or probabilities (B, C) as mixup gives, for criteria and
         heads that take them.
@@ -50,7 +50,7 @@ def classification_loss(
         # A model may flatten what it takes for logits.
         losses = [loss.reshape(()) if loss.numel() == 1 else _refuse(loss, heads) for loss in results]
     else:
-        losses = [of_all_places(criterion, logits, target) for logits in results]
+        losses = [of_tokens(criterion, x, target) if heads else criterion(x, target) for x in results]
     return sum(losses[1:], start=losses[0]) / len(losses)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from grassy.criteria import of_tokens
 from grassy.heads.standardize import standardization, standardized
 from grassy.ops import autocasts
 
@@ -84,7 +85,7 @@ class Head(nn.Module):
 
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
         """The training loss: the criterion on the logits, unless the representation needs more."""
-        return of_all_places(criterion, self.logits(self.prepare(features, target, criterion), target), target)
+        return of_tokens(criterion, self.logits(self.prepare(features, target, criterion), target), target)
 
     def has_own_loss(self) -> bool:
         return type(self).loss is not Head.loss
@@ -156,13 +157,6 @@ class Head(nn.Module):
         dropout = f", dropout={self.dropout}" if self.dropout else ""
         standardize = "" if self.batch_norm is None else ", standardize=True"
         return f"in_features={self.in_features}, num_classes={self.num_classes}{dropout}{standardize}"
-
-
-def of_all_places(criterion: Criterion, logits: Tensor, target: Tensor) -> Tensor:
-    """The criterion of logits (B, C) and labels (B,), or of all places at once if there are several, as of tokens."""
-    if logits.ndim > 2 and not target.is_floating_point() and target.shape == logits.shape[:-1]:
-        logits, target = logits.flatten(0, -2), target.flatten()
-    return criterion(logits, target)
 
 
 def positive_integer(name: str, value: int) -> int:

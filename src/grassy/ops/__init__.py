@@ -67,10 +67,10 @@ def explain(weight: Tensor) -> dict[str, str | None]:
     return {name: _why_not(name, weight) for name in _order(weight)}
 
 
-def explain_logits(x: Tensor, weight: Tensor) -> dict[str, str | None]:
+def explain_logits(x: Tensor, weight: Tensor, gamma: float | Tensor = 25.0) -> dict[str, str | None]:
     """As `explain`, of the implementations of `subspace_logits` and `subspace_cross_entropy` for such tensors."""
     if _by_kernels("auto", weight):
-        reason = fused_logits.unfit(x, weight)
+        reason = fused_logits.unfit(x, weight, gamma)
     elif weight.device.type != "cuda":
         reason = "the weight is not on a GPU"
     else:
@@ -104,9 +104,12 @@ def _impossible(impl: str, weight: Tensor) -> str | None:
 
 def _triton_failure(device: torch.device) -> str | None:
     """Why no kernel in Triton can be launched on a GPU: it needs a C compiler, for one, and the headers of Python."""
-    # While a graph is captured nothing can be tried out; by then kernels have run.
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return None if capturing else _failure_of_a_launch(device)
+    if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return None  # nothing can be tried out here; by now kernels have run, as a rule
+    try:
+        return _failure_of_a_launch(device)
+    except torch.OutOfMemoryError:
+        return None  # which says nothing about Triton
 
 
 @functools.cache
@@ -114,6 +117,8 @@ def _failure_of_a_launch(device: torch.device) -> str | None:
     try:
         with _disable_current_modes():  # fake tensors cannot be launched on
             _load("triton_head").unit(torch.ones(1, 1, device=device), torch.float32)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         return f"Triton fails: {' '.join(str(error).split())[:200]}"
     return None
@@ -160,9 +165,10 @@ def subspace_logits(
     Features are first scaled to length gamma; with ``normalize=False`` they are multiplied by gamma as they are.
 
     On a GPU by kernels, which keep the coordinates of all classes in half precision under autocast, and which have no
-    second derivative. float16 and float64 are left to plain torch.
+    second derivative. Of a gamma that is a tensor they take the absolute value. float16 and float64 are left to plain
+    torch.
     """
-    if _by_kernels(impl, weight) and fused_logits.fits(x, weight):
+    if _by_kernels(impl, weight) and fused_logits.fits(x, weight, gamma):
         return fused_logits.subspace_logits(x, weight, gamma, normalize)
     return reference_logits(x, weight, gamma, normalize)
 
@@ -185,7 +191,8 @@ def subspace_cross_entropy(
     `torch.nn.functional.cross_entropy`. A label that is no class makes the loss NaN.
 
     The coordinates W_c x̂, of size B x C x K, are kept for the backward if they are few; otherwise those of the first
-    classes are, and the others are computed again there, a chunk of classes at a time. There is no second derivative.
+    classes are, and the others are computed again there, a chunk of classes at a time. There is no second derivative,
+    and of a gamma that is a tensor the absolute value counts.
     float16, float64 and a target that wants a gradient are left to plain torch, which keeps them all.
     """
     kernels = _by_kernels(impl, weight)
@@ -198,8 +205,7 @@ def _by_kernels(impl: str, weight: Tensor) -> bool:
     """Whether `impl` stands for the kernels of the head, for such a weight."""
     if impl == "auto":  # an export must not depend on an operator that others do not know
         usable = weight.device.type == "cuda" and _TRITON and not torch.compiler.is_exporting()
-        # What compiles needs Triton itself, and would have to look into the question.
-        return usable and (torch.compiler.is_compiling() or _triton_failure(weight.device) is None)
+        return usable and _triton_failure(weight.device) is None
     return choose(impl, weight) == "triton"
 
 
@@ -336,9 +342,9 @@ def _check_step(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None) ->
 
 
 def _for_device(value: float | Tensor, weight: Tensor) -> float | Tensor:
-    """A kernel cannot read a number on the host, and copying it to the device would wait."""
-    on_host = isinstance(value, Tensor) and value.device.type == "cpu"
-    return float(value) if on_host and weight.device.type != "cpu" else value
+    """A float, or a tensor where the weight is: a kernel cannot read one on the host, and copying it would wait."""
+    keep = isinstance(value, Tensor) and (value.device.type != "cpu" or weight.device.type == "cpu")
+    return value if keep else float(value)
 
 
 Head = tuple[Tensor, Tensor, Tensor | None]  # weight, gradient, momentum

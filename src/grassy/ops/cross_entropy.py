@@ -64,7 +64,7 @@ def subspace_cross_entropy(
     soft = target.is_floating_point()
     # Labels as int64: in uint8, which torch takes, the -100 of those to ignore would be class 156.
     flat = target.reshape(-1, target.shape[-1]) if soft else target.reshape(-1).long()
-    if fits(x, weight) and not wants_grad(target):
+    if fits(x, weight, gamma) and not wants_grad(target):
         x, gamma, normalize = absorbed(x, gamma, normalize)
         rows = x.reshape(-1, x.shape[-1])
         size, keep = _division(rows, weight)

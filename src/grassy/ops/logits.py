@@ -33,20 +33,22 @@ def subspace_logits(x: Tensor, weight: Tensor, gamma: float | Tensor, normalize:
 
 def absorbed(x: Tensor, gamma: float | Tensor, normalize: bool) -> tuple[Tensor, float, bool]:
     """Features, gamma and whether to normalise: a gamma that is a tensor, and may want a gradient, is multiplied into
-    the features, since the operators take a number.
+    the features, since the operators take a number. So its sign is lost, for which no head has a use.
     """
     if not isinstance(gamma, Tensor):
         return x, float(gamma), normalize
-    return gamma * (exact_unit(x) if normalize else x.float()), 1.0, False
+    return gamma.reshape(()) * (exact_unit(x) if normalize else x.float()), 1.0, False
 
 
-def fits(x: Tensor, weight: Tensor) -> bool:
+def fits(x: Tensor, weight: Tensor, gamma: float | Tensor) -> bool:
     """Whether the operators take such tensors."""
-    return unfit(x, weight) is None
+    return unfit(x, weight, gamma) is None
 
 
-def unfit(x: Tensor, weight: Tensor) -> str | None:
+def unfit(x: Tensor, weight: Tensor, gamma: float | Tensor) -> str | None:
     """Why the operators do not take such tensors, None if they do."""
+    if isinstance(gamma, Tensor) and gamma.numel() != 1:
+        return "gamma is a tensor of several numbers"
     if torch.autograd.forward_ad._current_level >= 0:
         return "the operators have no derivatives in forward mode"
     plain = type(x) in (Tensor, nn.Parameter) and type(weight) in (Tensor, nn.Parameter)

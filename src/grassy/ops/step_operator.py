@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-F64 = torch.float64
-
 
 @torch.library.custom_op("grassy::geodesic_steps", mutates_args=("weights", "momentum_buffers", "counts"))
 def _geodesic_steps(
@@ -66,5 +64,6 @@ def geodesic_steps(
         w, d, c = ([column[i] for i in chosen] for column in (weights, grads, counts))
         m = [momentum_buffers[i] for i in chosen if momentum_buffers[i] is not None]
         # A number would become part of the code, which every new rate would compile again.
-        rates = (x if isinstance(x, Tensor) else torch.full((), x, dtype=F64, device=device) for x in (lr, momentum))
+        facts = {"dtype": torch.float32 if device.type == "mps" else torch.float64, "device": device}
+        rates = (x if isinstance(x, Tensor) else torch.full((), x, **facts) for x in (lr, momentum))
         _geodesic_steps(w, d, m, c, *rates, **options)

@@ -189,11 +189,13 @@ def _turns(
     else:
         overlap = tl.where(present[:, None], x, 0.0)
         x = overlap - dot(overlap, defect, True)  # B Wᵀ (W Wᵀ)⁻¹, to first order, as is what follows
+        square = a
         a = tl.where(present[:, None] & present[None, :], a - dot(x, tl.trans(overlap), True), 0.0)
         length = energy  # ‖B‖²
         left = tl.sum(tl.sum(a * eye, axis=1), axis=0)
         energy = tl.maximum(left, 0.0)
-        verdict = tl.where(length > 0, MOVE, STILL)  # a class that does not move is left alone, to the bit
+        # A class that does not move is left alone, to the bit.
+        verdict = tl.where(tl.sum(tl.sum(square * eye, axis=1), axis=0) > 0, MOVE, STILL)
         # What cancellation leaves in A is of the size of rounding in B Bᵀ, and is felt only in large turns, or if the
         # length of H itself matters.
         far = rate * rate * length > 1

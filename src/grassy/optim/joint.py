@@ -64,6 +64,8 @@ def make_optimizer(
             raise TypeError(f"{name} must be a number; put tensors into the optimizer's param_groups, got {value!r}")
         if value is not None and not (isinstance(value, Real) and 0 <= value < math.inf):
             raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
+    # As plain numbers: a state_dict with NumPy's would not be read again without unpickling.
+    lr, weight_decay, head_lr = float(lr), float(weight_decay), None if head_lr is None else float(head_lr)
     if issubclass(optimizer_class, torch.optim.LBFGS):
         raise ValueError("LBFGS evaluates its closure several times in a step, which the subspaces cannot follow")
     subspaces = dict(named_subspaces(model))

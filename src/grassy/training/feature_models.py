@@ -94,13 +94,14 @@ def _from_torchvision(name: str, device: torch.device | str, pretrained: bool) -
     if weights is None:
         raise ValueError(f"torchvision has no weights for {name!r}")
     try:
-        model = models.get_model(name, weights=weights if pretrained else None).eval().to(device)
+        model = models.get_model(name, weights=weights if pretrained else None)
     except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
         file = Path(torch.hub.get_dir()) / "checkpoints" / Path(weights.url).name
         raise ValueError(
             f"torchvision/{name}: its weights cannot be read ({' '.join(str(error).split())[:80]}). If {file} was not "
             "downloaded to its end, delete it"
         ) from None
+    model = model.eval().to(device)
     preset = weights.transforms()
     size, resized = int(preset.crop_size[0]), int(preset.resize_size[0])
     return FeatureModel(

@@ -13,7 +13,7 @@ from grassy.training import checkpoint
 from grassy.training.checkpoint import BEST, LAST, STATE, Description
 from grassy.training.recipe import Recipe
 
-#: Is there while a run saves for the first time: weights without a state are then those of a run that was killed.
+#: Is there until a run has saved its first state: weights without one are then those of a run that was killed.
 FIRST = ".first-checkpoint"
 #: What may differ between a run and its continuation: it changes how long or how conveniently, not what is trained.
 FREE = (
@@ -63,8 +63,9 @@ class RunFolder:
         """The file to resume from. A folder that holds another run is not written over."""
         own = self.path / STATE
         taken = any((self.path / name).exists() for name in (STATE, LAST, BEST))
+        killed = (self.path / FIRST).exists() and not own.exists()
         if resume == "auto":
-            if taken and not own.exists() and not (self.path / FIRST).exists():
+            if taken and not own.exists() and not killed:
                 raise ValueError(
                     f"{self.path} holds weights, but no {STATE} to go on from: move them away, or give another --output"
                 )
@@ -75,7 +76,7 @@ class RunFolder:
         source = source / STATE if source.is_dir() else source
         if resume and not source.is_file():
             raise ValueError(f"there is nothing to resume from at {source}")
-        if taken and not (resume and source.resolve() == own.resolve()):
+        if taken and not (resume and (killed or source.resolve() == own.resolve())):
             raise ValueError(
                 f"{self.path} holds a run already: --resume auto goes on with it, or give another --output"
             )
@@ -85,6 +86,7 @@ class RunFolder:
         """Take over the best weights of the run that is resumed from, if it lies elsewhere."""
         best = state.parent / BEST
         if best.is_file() and not (self.path / BEST).exists():
+            (self.path / FIRST).touch()
             with best.open("rb") as source:
                 checkpoint.write_atomically(self.path / BEST, lambda file: shutil.copyfileobj(source, file))
 
@@ -95,15 +97,13 @@ class RunFolder:
         state: Mapping[str, Any],
     ) -> None:
         """Write the best and the last weights, then the state: it must never claim what is not on the disk."""
-        first = None if (self.path / STATE).exists() else self.path / FIRST
-        if first is not None:
-            first.touch()
+        if not (self.path / STATE).exists():
+            (self.path / FIRST).touch()
         if best is not None:
             checkpoint.save_weights(*best, self.path / BEST)
         checkpoint.save_weights(*last, self.path / LAST)
         checkpoint.save_state(state, self.path / STATE)
-        if first is not None:
-            first.unlink()
+        (self.path / FIRST).unlink(missing_ok=True)
 
 
 def check_same_run(

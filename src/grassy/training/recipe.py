@@ -148,14 +148,25 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = (), fields: Mapping
     name: of a recipe of the package, or the path of a YAML file (whose base may be either, too) or of a run's folder.
     """
     before = read_settings(name)
-    changes = {}
+    changes: dict[str, Any] = {}
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
             raise ValueError(f"a setting is given as key=value, got {override!r}")
-        changes[key.strip()] = _parsed(value, override)
+        _add(changes, key.strip(), _parsed(value, override))
     settings = _merged(_merged(before, changes), fields or {})
     return Recipe(**_schedule_follows(before, settings, {*changes, *(fields or {})}))
+
+
+def _add(changes: dict[str, Any], key: str, value: Any) -> None:
+    """Another change: the last one counts, and of another head, model or optimizer none of the options before it."""
+    options = {"model": "model_kwargs", "opt": "opt_kwargs", "head.name": "head"}.get(key)
+    again = options is not None and key in changes and changes[key] != value
+    parts = [f"{key}.{part}" for part in value] if isinstance(value, dict) else []
+    for name in list(changes):
+        if name in parts or (again and (name == options or name.startswith(f"{options}."))):
+            del changes[name]
+    changes[key] = value
 
 
 def read_settings(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -191,7 +202,8 @@ def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     for whole, options in (("model", "model_kwargs"), ("opt", "opt_kwargs")):
         if whole in changes and changes[whole] != settings.get(whole, getattr(Recipe, whole)):
             merged[options] = {}
-    for key, value in sorted(changes.items(), key=lambda change: change[0] not in ("head", "head.name")):
+    first = ("head.name", "head")  # options are those of the head that is named
+    for key, value in sorted(changes.items(), key=lambda change: first.index(change[0]) if change[0] in first else 2):
         name, dot, part = str(key).partition(".")
         if name not in HINTS:
             meant = f", did you mean {ALIASES[name]!r}?" if name in ALIASES else nearest(name, [*HINTS, "base"])
@@ -243,7 +255,7 @@ def _check_head(name: Any, **options: Any) -> None:
     width = max((dim for dim in dims if isinstance(dim, int)), default=1)
     try:  # the head itself knows; the smallest one will do, and must not draw from the random numbers of a run
         with torch.random.fork_rng(devices=[]):
-            create_head(name, max(1, width) + 1, len(dims), **options)
+            create_head(name, max(64, width) + 1, len(dims), **options)
     except (ValueError, TypeError) as error:
         raise type(error)(f"head {name!r} with {options}: {error}") from None
 
