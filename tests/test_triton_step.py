@@ -153,3 +153,23 @@ def test_only_weights_that_fit_into_registers_are_taken():
     assert not triton_step.fits(torch.empty(2, 16, 64))
     assert not triton_step.fits(torch.empty(2, 8, 64, dtype=torch.float64))
     assert not triton_step.fits(torch.empty(2, 64, 8).mT)
+
+
+@pytest.mark.parametrize(("rows", "rate"), [(1, "fp32"), (2, "*fp32"), (4, "*fp64")])
+def test_the_kernel_compiles_for_a_gpu(rows, rate):
+    """Which needs no GPU, and tells more than the interpreter does: types, for one, must agree."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from grassy.ops import triton_step
+
+    types = {"k": "i32", "n": "i32", "lr": rate, "momentum": rate, "max_angle": "fp32", "skip": "*fp32"}
+    types |= {"weight_pointer": "*fp32", "grad_pointer": "*bf16", "momentum_pointer": "*bf16", "counts_pointer": "*i64"}
+    flags = ("HAS_MOMENTUM", "CAN_SKIP", "CAPPED", "PARALLEL", "MAXIMIZE")
+    constants = dict.fromkeys(flags, True) | {"K": rows, "N": 128, "LARGEST": 64.0}
+    constants |= dict.fromkeys(("LR_ON_DEVICE", "MOMENTUM_ON_DEVICE"), rate[0] == "*")
+    signature = {name: types.get(name, "constexpr") for name in triton_step._step.arg_names}
+    values = {(i,): constants[name] for i, name in enumerate(signature) if name in constants}
+    source = triton.compiler.ASTSource(triton_step._step, signature, values, {})
+    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 1, "enable_fp_fusion": True})
+    assert "cubin" in compiled.asm
