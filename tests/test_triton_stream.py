@@ -99,6 +99,15 @@ for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
     found.append(weight.double())
 facts["almost within"] = float((found[0] - found[1]).abs().max())
 
+steep = geometry.random_subspace(1, 20, 70)
+d = 60 * torch.randn(1, 20, 20) @ steep + 0.3 * geometry.project(steep, torch.randn_like(steep))
+found = []
+for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+    weight = steep.to(dtype, copy=True)
+    ops.geodesic_step(weight, d.to(dtype), None, 0.1, impl=impl)
+    found.append(weight.double())
+facts["steep"] = [float((found[0] - found[1]).abs().max()), float(geometry.orthonormality_error(found[0]))]
+
 long, momentum = geometry.random_subspace(1, 20, 64), torch.zeros(1, 20, 64)
 for _ in range(60):
     step(long, 0.3 * torch.randn_like(long), momentum)
@@ -154,6 +163,13 @@ def test_a_flag_leaves_everything_as_it_is(report):
 
 def test_a_gradient_that_lies_almost_within_the_subspace(report):
     assert report["almost within"] < 1e-6
+
+
+def test_a_large_gradient_most_of_which_lies_within_the_subspace(report):
+    """Without care the difference of Gram matrices would be off by 1e-4, and without polish not orthonormal."""
+    error, orthonormality = report["steep"]
+    assert error < 1e-5
+    assert orthonormality < 1e-6
 
 
 def test_what_is_too_large_is_left_to_the_reference(monkeypatch):
