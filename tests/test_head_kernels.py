@@ -1,15 +1,10 @@
 """The kernels of the head, by Triton's interpreter in a process of its own, and whether they compile for a GPU."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from grassy import geometry, ops
+from triton_cases import interpreted
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -e '.[dev]'")
 
@@ -101,13 +96,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def report():
-    here = str(Path(__file__).parent)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPARE], env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return interpreted(COMPARE)
 
 
 def test_losses_and_gradients_agree_with_float64(report):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import timm
+import timm.optim
 import torch
 from timm.scheduler import CosineLRScheduler
 from torch import nn

@@ -2,13 +2,10 @@
 which has to know from its start that kernels are to be interpreted.
 """
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+
+from triton_cases import interpreted
 
 triton = pytest.importorskip("triton", reason="triton is not installed: pip install -e '.[dev]'")
 
@@ -121,10 +118,7 @@ print(json.dumps({"rows": rows, **facts}))
 
 @pytest.fixture(scope="module")
 def report():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-c", COMPARE], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return interpreted(COMPARE)
 
 
 def test_weights_momenta_and_counts_agree_with_the_reference_in_float64(report):

@@ -64,7 +64,7 @@ def of_tokens(criterion: Callable[..., Tensor], logits: Tensor, target: Tensor) 
     function = criterion.func if isinstance(criterion, functools.partial) else criterion
     cross_entropy = function is F.cross_entropy or isinstance(function, nn.CrossEntropyLoss)
     tokens = logits.ndim > 2 and not target.is_floating_point() and target.shape == logits.shape[:-1]
-    if not cross_entropy or not tokens or target.shape == logits[:, 0].shape:
+    if not cross_entropy or not tokens or target.shape == (logits.shape[0], *logits.shape[2:]):
         return criterion(logits, target)
     loss = criterion(logits.flatten(0, -2), target.flatten())
     return loss.reshape(target.shape) if loss.ndim else loss

@@ -62,7 +62,9 @@ def make_optimizer(
     for name, value in (("lr", lr), ("head_lr", head_lr), ("weight_decay", weight_decay)):
         if isinstance(value, Tensor):
             raise TypeError(f"{name} must be a number; put tensors into the optimizer's param_groups, got {value!r}")
-        if value is not None and not (isinstance(value, Real) and 0 <= value < math.inf):
+        if value is None and name == "head_lr":
+            continue
+        if not (isinstance(value, Real) and 0 <= value < math.inf):
             raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
     # As plain numbers: a state_dict with NumPy's would not be read again without unpickling.
     lr, weight_decay, head_lr = float(lr), float(weight_decay), None if head_lr is None else float(head_lr)

@@ -36,6 +36,17 @@ def after_an_update(model: nn.Module, optimizer: JointOptimizer) -> dict[str, fl
     return scalars
 
 
+def trouble_of_an_epoch(before: tuple[int, int], after: tuple[int, int], max_angle: float | None) -> list[str]:
+    """What to say if classes were asked to turn too far, or had gradients that are not finite; from counts of both."""
+    capped, skipped = (new - old for new, old in zip(after, before, strict=True))
+    lines = []
+    if capped > 0 and max_angle is None:
+        lines.append(f"{capped:,} turns of classes were cut to 64 radians: head_lr is far too large")
+    if skipped > 0:
+        lines.append(f"{skipped:,} times a class was left alone: its gradient was not finite")
+    return lines
+
+
 @torch.no_grad()
 def largest_turn(optimizer: JointOptimizer) -> float:
     """The largest angle, in degrees, by which the last step turned a direction of a class: lr · σ_max(H).

@@ -75,7 +75,7 @@ class Run(Parts):
 
         self.best: tuple[dict[str, Tensor], Description] | None = None  # weights that are still to be written
         self.failures: list[Failure] = []  # of this process, in this epoch
-        self.turns_before = (self.optimizer.capped_classes, self.optimizer.skipped_classes)
+        self.counts = (self.optimizer.capped_classes, self.optimizer.skipped_classes)  # of classes, so far
         self.last_save = time.monotonic()
         self.curves = None
         if process.is_main and self.state.epoch < recipe.epochs:
@@ -287,14 +287,9 @@ class Run(Parts):
         self.curves.add(scalars, self.done)
 
     def _report_subspaces(self) -> None:
-        """Say so if classes were asked to turn too far in this epoch, or had gradients that are not finite."""
-        now = (self.optimizer.capped_classes, self.optimizer.skipped_classes)
-        capped, skipped = (after - before for after, before in zip(now, self.turns_before, strict=True))
-        self.turns_before = now
-        if capped > 0 and self.recipe.max_angle is None:
-            self.progress.say(f"{capped:,} turns of classes were cut to 64 radians: head_lr is far too large")
-        if skipped > 0:
-            self.progress.say(f"{skipped:,} times a class was left alone: its gradient was not finite")
+        before, self.counts = self.counts, (self.optimizer.capped_classes, self.optimizer.skipped_classes)
+        for line in diagnostics.trouble_of_an_epoch(before, self.counts, self.recipe.max_angle):
+            self.progress.say(line)
 
     def _report_unreadable(self, failures: list[Failure]) -> None:
         """Name an image that cannot be read once, and count them all."""
