@@ -10,8 +10,9 @@ from grassy.report import pictures
 
 
 def step(result: Result, images: Path) -> list[str]:
-    rows, bandwidth = result["rows"], result["copy_bytes_per_ms"]
-    ratios = [row["step_over_floor"] for row in rows]
+    rows, bandwidth = [quickest(row) for row in result["rows"]], result["copy_bytes_per_ms"]
+    ratios = [row["step_over_floor"] for row in rows if row["k"] <= MOST_ROWS]
+    larger = "".join(f", {row['step_over_floor']:.2f} with k = {row['k']}" for row in rows if row["k"] > MOST_ROWS)
     launches = [row["launch_ms"] for row in rows if "launch_ms" in row]
     dirty = [row["dirty_step_over_floor"] for row in rows if "dirty_step_over_floor" in row]
     among = [row["in_graph_ms"]["launch"] for row in rows if "in_graph_ms" in row]
@@ -27,7 +28,7 @@ def step(result: Result, images: Path) -> list[str]:
         f"operations for each number, or 0.6k for each byte: {intensity[least]:.1f} for k = {least}, "
         f"{intensity[most]:.1f} for k = {most}. Our kernels do up to {max(rates):.1f} TFLOP/s of it. What we call the "
         f"floor is the time of the five passes alone, at the bandwidth of a device copy, {bandwidth / 1e9:.2f} TB/s "
-        f"here. The step takes {between(ratios, '.2f')} times as long. {aims(rows)}"
+        f"here. The step takes {between(ratios, '.2f')} times as long{larger}. {aims(rows)}"
         + (
             " If the cache is full of what another kernel has just written, which has to go to memory first, it takes "
             f"{between(dirty, '.2f')} times as long."
@@ -101,8 +102,23 @@ def step(result: Result, images: Path) -> list[str]:
     return text
 
 
-#: How long a step may take: for very small classes, 15 µs more than the floor, else so many times as long.
-AIM_MS, AIM, AIM_LARGE_K = 0.015, 1.5, 2.5
+def quickest(row: Result) -> Result:
+    """The row of the implementation that was the quickest, which is what "auto" should take.
+
+    It took another one if that was measured to decide it: then times that only the other has are left out.
+    """
+    others = {name: ms for name, ms in row.get("all_ms", {}).items() if name != "auto"}
+    name = min(others, key=lambda each: others[each], default=None)
+    if name is None or others[name] >= row["step_ms"]:
+        return row
+    kept = {key: value for key, value in row.items() if not key.startswith(("dirty_", "in_graph_", "far_"))}
+    found = {**kept, "implementation": name, "step_ms": others[name], "step_over_floor": others[name] / row["floor_ms"]}
+    return found | ({"algorithm_1_over_step": row["algorithm_1_ms"] / others[name]} if "algorithm_1_ms" in row else {})
+
+
+#: How long a step may take: for very small classes, 15 µs more than the floor, else so many times as long, and up to
+#: how many rows.
+AIM_MS, AIM, AIM_LARGE_K, MOST_ROWS = 0.015, 1.5, 2.5, 32
 
 
 def aims(rows: list[Result]) -> str:
@@ -111,9 +127,9 @@ def aims(rows: list[Result]) -> str:
     def limit(row: Result) -> float:
         if row["k"] <= 2:
             return float(row["floor_ms"] + AIM_MS)
-        return float(row["floor_ms"] * (AIM_LARGE_K if row["k"] >= 32 else AIM))
+        return float(row["floor_ms"] * (AIM_LARGE_K if row["k"] == MOST_ROWS else AIM))
 
-    missed = [row for row in rows if row["step_ms"] > limit(row)]
+    missed = [row for row in rows if row["k"] <= MOST_ROWS and row["step_ms"] > limit(row)]
     text = (
         f"The aim was {AIM} times, {AIM_LARGE_K} times with k = 32, and {1e3 * AIM_MS:.0f} µs more than the floor with "
         "k = 1 and 2: "

@@ -11,7 +11,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks import gpu_tests, performance_page  # noqa: E402
+from benchmarks import gpu_tests, performance_page, performance_step  # noqa: E402
 
 FACTS = {"date": "2026-01-02", "gpu": "Some GPU", "cuda": "13.0", "grassy": "0.1.0", "torch": "2.11", "python": "3.11"}
 
@@ -46,6 +46,18 @@ def test_what_pytest_says_at_its_end_is_counted():
     assert gpu_tests.counts("") == {}
     files = {file for file, _ in gpu_tests.SHARES}
     assert {str(ROOT / file) for file in files} == {str(file) for file in ROOT.glob("tests/test_cuda*.py")}
+
+
+def test_the_page_shows_the_quickest_implementation_of_a_shape():
+    row = {"k": 64, "floor_ms": 2.0, "step_ms": 10.0, "step_over_floor": 5.0, "implementation": "reference"}
+    row |= {"far_step_ms": 11.0, "algorithm_1_ms": 24.0, "algorithm_1_over_step": 2.4}
+    found = performance_step.quickest({**row, "all_ms": {"auto": 10.0, "reference": 10.1, "triton": 6.0}})
+    assert (found["implementation"], found["step_ms"], found["step_over_floor"]) == ("triton", 6.0, 3.0)
+    assert found["algorithm_1_over_step"] == 4
+    assert "far_step_ms" not in found
+    assert performance_step.quickest(row) == row
+    row["all_ms"] = {"auto": 10.0, "reference": 10.1}
+    assert performance_step.quickest(row) == row
 
 
 def test_the_benchmark_of_drift_runs_on_a_cpu(run):

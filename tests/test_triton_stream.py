@@ -169,9 +169,12 @@ def test_a_large_gradient_most_of_which_lies_within_the_subspace(report):
 def test_what_is_too_large_is_left_to_the_reference(monkeypatch):
     from types import SimpleNamespace
 
+    from grassy import ops
     from grassy.ops import triton_stream
 
     assert triton_stream.fits(torch.empty(2, 64, 5000))
+    assert ops._unfit("triton", torch.empty(2, 64, 5000)) is None
+    assert "up to 64 rows" in ops._unfit("triton", torch.empty(2, 65, 100))
     assert not triton_stream.fits(torch.empty(2, 65, 100))
     assert not triton_stream.fits(torch.empty(2, 8, 64, dtype=torch.float64))
     assert not triton_stream.fits(torch.empty(2, 64, 8).mT)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cifar100.claims import UNITS, Study
-from experiments.cifar100.plan import KS
+from experiments.cifar100.plan import KS, VARIANTS
 
 
 def pictures(study: Study, folder: Path) -> str:
@@ -36,17 +36,21 @@ def pictures(study: Study, folder: Path) -> str:
         axes[0].legend()
         figure.savefig(folder / "results-k.png", dpi=150)
         links.append("![What k does to top-1, transfer, variability and class separation](images/results-k.png)")
+    rows = [row for row in rows if row not in VARIANTS or not VARIANTS[row].start]  # those trained for twice as long
     if len(rows) > 1:
         figure, axis = plt.subplots(figsize=(8, 6), layout="constrained")
         places = {row: (point(row, "top1"), point(row, "transfer")) for row in rows}
         for row, ((x, dx), (y, dy)) in places.items():
-            color = "C0" if row.startswith("grassmann") else "C1" if row.startswith("softmax") else "C2"
-            axis.errorbar(x, y, dy, dx, marker="o", capsize=2, color=color)
+            kind = row.split("-")[0] if row.startswith(("grassmann", "softmax")) else "other heads"
+            color = {"grassmann": "C0", "softmax": "C1"}.get(kind, "C2")
+            axis.errorbar(x, y, dy, dx, marker="o", capsize=2, color=color, label=kind)
         means = {row: (x, y) for row, ((x, _), (y, _)) in places.items()}
         axis.plot(*zip(*best_of_both(means.values()), strict=True), color="gray", linestyle=":", zorder=0)
         axis.set(xlabel="top-1 on CIFAR-100, %", ylabel="mean transfer, %")
         axis.margins(0.08)
         name_points(axis, means)
+        kinds = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+        axis.legend(kinds.values(), kinds, loc="lower left", frameon=False)
         figure.savefig(folder / "results-front.png", dpi=150)
         links.append(
             "![Top-1 against transfer, with standard errors; dotted: not beaten in both](images/results-front.png)"
@@ -65,20 +69,29 @@ def best_of_both(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def name_points(axis: Any, points: dict[str, tuple[float, float]]) -> None:
-    """Names beside points, where they lie on no name or point that is there already, if there is such a place."""
+    """Names beside points, where they lie on as few names and points that are there already as possible."""
     from matplotlib.transforms import Bbox
 
     axis.figure.draw_without_rendering()  # sizes of text are known after that
     spots = axis.transData.transform(list(points.values()))
     taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in spots]
-    sides = [("left", 5, 5), ("left", 5, -9), ("right", -5, 5), ("right", -5, -9), ("left", 12, 0), ("right", -12, 0)]
+    sides = [
+        ("left", 5, 5),
+        ("left", 5, -9),
+        ("right", -5, 5),
+        ("right", -5, -9),
+        ("center", 0, 12),
+        ("center", 0, -16),
+    ]
     for name, place in points.items():
-        for side, dx, dy in sides:
+        tried = []
+        for number, (side, dx, dy) in enumerate(sides):
             text = axis.annotate(name, place, (dx, dy), textcoords="offset points", ha=side, fontsize=7)
             box = text.get_window_extent()
-            if (side, dx, dy) == sides[-1] or (
-                axis.bbox.x0 < box.x0 and box.x1 < axis.bbox.x1 and not box.count_overlaps(taken)
-            ):
-                taken.append(box)
-                break
-            text.remove()
+            outside = box.x0 < axis.bbox.x0 or box.x1 > axis.bbox.x1
+            tried.append((outside, box.count_overlaps(taken), number, box, text))
+        best = min(tried, key=lambda each: each[:3])
+        taken.append(best[3])
+        for each in tried:
+            if each is not best:
+                each[4].remove()

@@ -71,11 +71,15 @@ _GRASSMANN_BEYOND = _options(
     values=[(20, 0.05, 0.004), (20, 0.05, 0.008), (20, 0.1, 0.008), (25, 0.05, 0.004), (25, 0.05, 0.008),
             (25, 0.1, 0.006), (25, 0.1, 0.008), (32, 0.1, 0.008)],
 )  # fmt: skip
-#: What is best after 20 epochs is not after 60: the contestants have trials as long as the final runs.
+#: What is best after 20 epochs is not after 60: the contestants have trials as long as the final runs. The first eight
+#: of a side were best at the smaller learning rates with the larger weight decays: eight more, around and beyond that.
 _SOFTMAX_LONG = (
     *_options("lr", "weight_decay", values=[(0.2, 5e-4), (0.2, 1e-3), (0.1, 1e-3), (0.1, 2e-3)]),
     *({**_STANDARD, **pair} for pair in _options(
         "lr", "weight_decay", values=[(0.1, 1e-3), (0.1, 2e-3), (0.05, 2e-3), (0.05, 4e-3)])),
+    *_options("lr", "weight_decay", values=[(0.05, 4e-3), (0.05, 3e-3), (0.1, 3e-3), (0.2, 2e-3)]),
+    *({**_STANDARD, **pair} for pair in _options(
+        "lr", "weight_decay", values=[(0.025, 8e-3), (0.05, 3e-3), (0.05, 6e-3), (0.1, 4e-3)])),
 )  # fmt: skip
 _GRASSMANN_LONG = (
     *_options("head.gamma", "lr", "weight_decay", values=[(20, 0.1, 2e-3), (25, 0.05, 4e-3)]),
@@ -84,6 +88,14 @@ _GRASSMANN_LONG = (
         values=[(16, 16, 0.1, 1e-3), (16, 16, 0.1, 2e-3), (16, 16, 0.05, 4e-3), (16, 20, 0.1, 1e-3),
                 (32, 20, 0.1, 2e-3)])),
     {**_STANDARD, "direction": "spectral", "head.gamma": 20, "head_lr": 0.02, "lr": 0.1, "weight_decay": 2e-3},
+    *({**_STANDARD, **each} for each in _options(
+        "head.k", "head.gamma", "lr", "weight_decay",
+        values=[(16, 20, 0.05, 4e-3), (32, 16, 0.05, 4e-3), (32, 20, 0.05, 4e-3), (32, 20, 0.1, 3e-3)])),
+    *({**_STANDARD, "head.k": 32, "head.gamma": 20, "lr": 0.05, "weight_decay": 4e-3, "head_lr": rate}
+      for rate in (0.015, 0.15)),
+    # Standardised features have a length of about 22.6, the root of their number, and keep what differs from that.
+    *({**_STANDARD, "head.normalize": False, "head.k": k, "head.gamma": gamma, "lr": 0.05, "weight_decay": 4e-3}
+      for k, gamma in ((16, 0.7), (32, 0.9))),
 )  # fmt: skip
 _PREFIX = "cifar100-resnet18-"
 HEADS = {

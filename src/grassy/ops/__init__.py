@@ -126,8 +126,10 @@ def _failure_of_a_launch(device: torch.device) -> str | None:
 
 def _unfit(impl: str, weight: Tensor) -> str | None:
     """Why an implementation that could run would only hand such a weight to the reference, or be no faster."""
-    if impl == "triton" and not _load("triton").fits(weight):
-        return "unless it is asked for, it takes contiguous float32 weights whose classes fit into registers"
+    if impl == "triton" and not (_load("triton").fits(weight) or _load("triton_stream").fits(weight)):
+        return (
+            "it takes contiguous float32 weights of up to 64 rows a class, more than 32 only with enough shared memory"
+        )
     if impl == "native" and not native.worth_it(weight):
         return (
             native.unavailable() if native.large_enough(weight) else "it pays for float32 weights of a million numbers"
