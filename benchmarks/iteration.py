@@ -3,7 +3,9 @@
 Forward, backward and the step of `grassy.make_optimizer` with SGD, of the paper's eight architectures at its batch
 sizes per GPU, 224 pixels and 1,000 classes: with timm's own linear classifier, and with the Grassmann head, k = 8.
 bfloat16 autocast, channels last, random images that are on the GPU already, no torch.compile. Each iteration is a CUDA
-graph, so that the time to launch kernels does not count, and the two heads take turns.
+graph, so that the time to launch kernels does not count, and the two heads take turns. With `--peers`, and for the
+residual networks with 50 layers anyway, so do two others: head and step in plain torch, and the same head with
+Algorithm 1 as the paper has it, an SVD in every step and a QR in every fifth, which cannot be captured.
 
     python -m benchmarks.iteration --models resnet50:256 resnet50:32
     python -m benchmarks.iteration --device cpu --models resnet18:2 --image-size 32 --rounds 1      no graphs
@@ -19,10 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import grassy
 from benchmarks import gpu, step_cpu
 from benchmarks.gpu import captured, machine, need_gpu, save
+from benchmarks.step import svd_step
+from grassy import ops
 from grassy.training.models import import_timm
 from grassy.training.update import learning_rates_on_device
 
@@ -39,6 +44,9 @@ MODELS = (
     "swin_tiny_patch4_window7_224:128",
     "deit3_small_patch16_224:256",
 )
+WITH_PEERS = ("resnet50", "resnet50d")
+#: Steps of Algorithm 1 from one QR to the next.
+ROUND = 5
 
 
 def iteration(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]:
@@ -61,7 +69,51 @@ def iteration(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], 
     return update
 
 
-def measure(name: str, batch: int, device: str, image_size: int, rounds: int) -> dict[str, Any]:
+def in_plain_torch(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]:
+    """All of an update but the step of the subspaces, with the head in plain torch."""
+    head: Any = model.get_classifier()  # type: ignore[operator]
+    others = [parameter for parameter in model.parameters() if parameter is not head.weight]
+    fused = True if images.is_cuda else None
+    optimizer = torch.optim.SGD(others, LR, momentum=0.9, weight_decay=1e-4, fused=fused)
+
+    def update() -> None:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(images.device.type, torch.bfloat16):
+            features = model.forward_head(model.forward_features(images), pre_logits=True)  # type: ignore[operator]
+            logits = ops.subspace_logits(features, head.weight, head.initial_gamma, impl="reference")
+            loss = F.cross_entropy(logits, labels)
+        loss.backward()
+        optimizer.step()
+
+    return update
+
+
+def peers(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Callable[[], Any]]:
+    """An iteration with the step in plain torch, and `ROUND` of them by Algorithm 1."""
+    weight = model.get_classifier().weight  # type: ignore[operator]
+    update, momentum = in_plain_torch(model, images, labels), torch.zeros_like(weight)
+
+    def with_grams() -> None:
+        update()
+        ops.geodesic_step(weight, weight.grad, momentum, LR, 0.9, impl="reference")
+
+    graphs = {name: captured(work) if images.is_cuda else work for name, work in
+              {"plain torch": with_grams, "update": update}.items()}  # fmt: skip
+    s, m = weight.detach().mT.contiguous(), momentum.mT.contiguous()
+
+    def algorithm_1() -> None:
+        for _ in range(ROUND):
+            graphs["update"]()
+            svd_step(s, m, weight.grad.mT)  # where the update captured last leaves it
+            weight.data.copy_(s.mT)
+        s.copy_(torch.linalg.qr(s).Q)
+
+    return {"plain torch": graphs["plain torch"], "algorithm 1": algorithm_1}
+
+
+def measure(
+    name: str, batch: int, device: str, image_size: int, rounds: int, with_peers: bool = False
+) -> dict[str, Any]:
     torch.manual_seed(0)
     linear = import_timm().create_model(name, num_classes=CLASSES).train()
     linear = linear.to(device, memory_format=torch.channels_last)
@@ -75,6 +127,10 @@ def measure(name: str, batch: int, device: str, image_size: int, rounds: int) ->
         times = gpu.medians({head: captured(work) for head, work in works.items()}, rounds)
     else:
         times = step_cpu.medians(works, rounds)
+    if with_peers:
+        others = peers(subspaces, images, labels)
+        times |= gpu.medians(others, 3) if device == "cuda" else step_cpu.medians(others, 1)
+        times["algorithm 1"] /= ROUND
     overhead = 100 * (times["grassmann"] / times["linear"] - 1)
     return {"model": name, "batch": batch, "ms": times, "overhead_percent": overhead}
 
@@ -94,6 +150,7 @@ def main() -> None:
     )
     parser.add_argument("--image-size", type=int, default=224, help="other sizes are for convolutional networks only")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--peers", action="store_true", help="plain torch and Algorithm 1 for all models")
     parser.add_argument("--output", type=Path, help="default runs/bench/iteration_gpu.json, or iteration_cpu.json")
     args = parser.parse_args()
     need_gpu(args.device)
@@ -109,15 +166,19 @@ def main() -> None:
     for name, batch in args.models:
         start = time.monotonic()
         try:
-            row = measure(name, batch, args.device, args.image_size, args.rounds)
+            with_peers = args.peers or (name in WITH_PEERS and args.device == "cuda")
+            row = measure(name, batch, args.device, args.image_size, args.rounds, with_peers)
         except RuntimeError as error:  # the others are still worth their time
             result["failed"][f"{name}:{batch}"] = str(error)
             print(f"{name}, batch {batch}: failed, {str(error).splitlines()[0]}", flush=True)
         else:
             result["rows"].append(row)
             times, seconds = row["ms"], time.monotonic() - start
+            others = "".join(
+                f", {times[peer]:.2f} by {peer}" for peer in ("plain torch", "algorithm 1") if peer in times
+            )
             print(f"{name}, batch {batch}: {times['linear']:.2f} ms with vectors, {times['grassmann']:.2f} ms with "
-                  f"subspaces, {row['overhead_percent']:+.2f} % ({seconds:.0f} s)", flush=True)  # fmt: skip
+                  f"subspaces, {row['overhead_percent']:+.2f} %{others} ({seconds:.0f} s)", flush=True)  # fmt: skip
         save(result, output)
         gc.collect()  # graphs and models, before the next ones
         if args.device == "cuda":

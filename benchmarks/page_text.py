@@ -9,7 +9,8 @@ Result = dict[str, Any]
 
 def machine(result: Result) -> str:
     where = result.get("gpu") or f"a CPU with {result.get('threads')} threads"
-    return f"{where}, torch {result['torch']}, grassy {result['grassy']}, {result['date']}"
+    commit = f" at {result['commit'][:7]}" if result.get("commit") else ""
+    return f"{where}, torch {result['torch']}, grassy {result['grassy']}{commit}, {result['date']}"
 
 
 def numbers(row: Result) -> int:

@@ -31,6 +31,9 @@ ARCHITECTURES = {
 }
 IN_PAPER = {"resnet50d": "resnet50d", "deit3_small_patch16_224": "deit3-s"}
 
+#: Contestants in an iteration beside the two heads.
+PEERS = {"plain torch": "plain torch", "algorithm 1": "Algorithm 1"}
+
 #: The ways to compute loss and gradients, by their names in the results.
 WAYS = {"fused": "loss without logits", "logits": "logits by kernels", "naive": "plain torch"}
 LINEAR = {"linear C": "`nn.Linear(n, C)` with cross-entropy", "linear C*k": "`nn.Linear(n, C*k)`, products alone"}
@@ -170,9 +173,20 @@ def iteration(result: Result, images: Path) -> list[str]:
     if rows:
         over = [row["overhead_percent"] for row in rows]
         text[0] += f" Subspaces add {between(over, '.1f')} percent."
+        shown = {key: name for key, name in PEERS.items() if any(key in row["ms"] for row in rows)}
+        if shown:
+            text[0] += (
+                " The last columns but one are what head and step in plain torch add, and the same head with Algorithm "
+                "1: an SVD in every step, a QR in every fifth."
+            )
+
+        def added(row: Result, peer: str) -> str:
+            return f"{100 * (row['ms'][peer] / row['ms']['linear'] - 1):+.0f} %" if peer in row["ms"] else "–"
+
+        heads = ["model", "batch", "vectors (ms)", "subspaces (ms)", "overhead", *shown.values()]
         text.append(
             table(
-                ["model", "batch", "vectors (ms)", "subspaces (ms)", "overhead", "overhead in the paper"],
+                [*heads, "overhead in the paper"],
                 (
                     [
                         ARCHITECTURES.get(row["model"], row["model"]),
@@ -180,6 +194,7 @@ def iteration(result: Result, images: Path) -> list[str]:
                         f"{row['ms']['linear']:.2f}",
                         f"{row['ms']['grassmann']:.2f}",
                         f"{row['overhead_percent']:+.1f} %",
+                        *(added(row, peer) for peer in shown),
                         f"{published[IN_PAPER[row['model']]]:g} %" if row["model"] in IN_PAPER else "–",
                     ]
                     for row in rows
@@ -187,7 +202,10 @@ def iteration(result: Result, images: Path) -> list[str]:
             )
         )
         times = {
-            f"{ARCHITECTURES.get(row['model'], row['model'])} batch\u00a0{row['batch']}": row["ms"] for row in rows
+            f"{ARCHITECTURES.get(row['model'], row['model'])} batch\u00a0{row['batch']}": {
+                head: row["ms"][head] for head in ("linear", "grassmann")
+            }
+            for row in rows
         }
         pictures.iteration_time(times).savefig(images / "iteration_time.png", dpi=110)
         text.append("![Time of an iteration with vectors and with subspaces](images/iteration_time.png)")

@@ -214,6 +214,36 @@ def test_a_claim_is_decided_by_the_runs(tmp_path):
     assert "images/results-k.png" in answer.pictures(study, tmp_path)
 
 
+def test_a_contest_in_which_runs_diverged_is_not_waited_for():
+    lines = all_invented(lambda job: 70.0 + job.number % 5)
+    for line in lines.values():
+        line["transfer"] = dict.fromkeys(measure.SETS, 60.0 + line["number"] % 5)
+    last = next(line for line in lines.values() if (line["row"], line["number"]) == ("grassmann-long", 204))
+    last |= {"error": "TrainingStopped: the loss is not finite", "diverged": True}
+    assert answer.contest(Study(lines), *CONTESTANTS) == "not reached, since runs diverged: 1"
+
+
+def test_what_a_row_gains_is_counted_from_the_weights_that_it_began_with():
+    lines = all_invented(lambda job: 70.0 + (job.row == "softmax") + job.number % 3)
+    for line in lines.values():
+        if line["row"].startswith("finetune"):
+            line["start_top1"] = 68.0 + line["number"] % 3
+    part = Study(lines).gain("finetune-all")
+    assert part.interval.mean == pytest.approx(2)
+    assert "its start (3 seeds)" in str(part)
+    assert Study(lines).gain("softmax").interval is None
+
+
+def test_readers_are_told_all_that_a_row_differs_in():
+    jobs = {(job.row, job.number): job for job in plan(all_invented()) if job.stage == TUNE}
+    described = [answer.described(jobs["grassmann-long", number])[0] for number in range(1, 17)]
+    pairs = [answer.described(jobs["grassmann-long", number])[1] for number in range(1, 17)]
+    assert len(set(zip(described, pairs, strict=True))) == 16
+    assert described[15] == "subspaces, k = 32, γ = 0.9, standardised features, features not normalised, second contest"
+    assert "head's learning rate 0.15" in described[13]
+    assert answer.described(jobs["cosine", 1]) == ["cosine, scale 10", "0.1, 0.001"]
+
+
 def test_the_front_is_what_no_row_surpasses_in_both():
     points = [(1.0, 9.0), (2.0, 5.0), (2.0, 7.0), (3.0, 7.0), (0.5, 9.0), (4.0, 1.0), (3.5, 0.5)]
     assert best_of_both(points) == [(1.0, 9.0), (3.0, 7.0), (4.0, 1.0)]

@@ -60,7 +60,8 @@ def test_the_study_tunes_runs_answers_and_resumes(data, tmp_path, monkeypatch, c
         assert 0 < line["variability_train"] < 180
         assert line["torch"] == torch.__version__
     assert all(line["orthonormality_error"] < 1e-5 for line in final["grassmann-4"])
-    assert {line["start"] for line in final["finetune-head"]} <= {line["key"] for line in final["softmax"]}
+    began = {line["key"]: line["top1"] for line in final["softmax"]}
+    assert all(line["start_top1"] == began[line["start"]] for line in final["finetune-head"])
     assert not list((tmp_path / "scratch" / "runs").iterdir())  # numbers stay, weights do not
 
     page.write_text(

@@ -1,5 +1,7 @@
 """CPU and GPU agree. Skipped without a GPU."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -97,6 +99,30 @@ def test_a_compiled_model_trains():
         loss.backward()
         optimizer.step()
     assert loss < 0.5 * before
+
+
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="torch has no NCCL here")
+@pytest.mark.parametrize("fuse_loss", [False, True])
+def test_one_process_of_ddp_trains_as_none(tmp_path, fuse_loss):
+    """By the kernels of loss and step, in the buckets of DDP."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), grassy.GrassmannHead(64, 40, k=4, fuse_loss=fuse_loss)).cuda()
+    wrapped = copy.deepcopy(plain)
+    x, y = torch.randn(32, 6, device="cuda"), torch.randint(0, 40, (32,), device="cuda")
+    torch.distributed.init_process_group(
+        "nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, device_id=torch.device("cuda", 0)
+    )
+    try:
+        for model in (plain, nn.parallel.DistributedDataParallel(wrapped, device_ids=[0])):
+            optimizer = grassy.make_optimizer(model, "sgd", lr=0.05, momentum=0.9)
+            for _ in range(5):
+                optimizer.zero_grad()
+                grassy.classification_loss(model, x, y).backward()
+                optimizer.step()
+    finally:
+        torch.distributed.destroy_process_group()
+    for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(37, 8, 1000), (5, 1, 7), (3, 4, 2048)])

@@ -63,6 +63,19 @@ def test_logits_and_gradients_agree_with_float64(shape, normalize):
     assert max(relative(ours, exact)) < 5e-5
 
 
+@pytest.mark.parametrize("shape", [(33, 50, 3, 70), (64, 100, 8, 128)], ids=str)
+def test_features_and_weights_that_are_not_contiguous(shape):
+    x, weight, target = on_gpu(*shape)
+    striped = torch.zeros(len(x), 2 * x.shape[1], device="cuda")[:, ::2].copy_(x)
+    turned = weight.mT.contiguous().mT
+    assert not striped.is_contiguous()
+    assert not turned.is_contiguous()
+    assert max(errors(striped, turned, target, "triton")) < 5e-5
+    ours = gradients(lambda x, w: weighted_sum(x, w, "auto"), striped, turned)
+    exact = gradients(lambda x, w: weighted_sum(x, w, "reference"), x.double(), weight.double())
+    assert max(relative(ours, exact)) < 5e-5
+
+
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", LARGE, ids=str)

@@ -18,7 +18,8 @@ F64, BF16 = torch.float64, torch.bfloat16
 # One class, many classes, odd widths, slices over clusters of all sizes, all sizes of block.
 SHAPES = [(1, 1, 1), (5, 1, 7), (1000, 3, 129), (5, 8, 2047), (5, 8, 2048), (3, 17, 129), (5, 16, 2048), (3, 32, 2048),
           (4, 33, 129), (3, 64, 256), (2, 8, 20_000), (3, 8, 1024), (3, 8, 4096), (2, 16, 1024), (2, 16, 4096),
-          (3, 32, 512), (3, 32, 1024), (2, 32, 4096), (3, 20, 2047), (2, 16, 8192)]  # fmt: skip
+          (3, 32, 512), (3, 32, 1024), (2, 32, 4096), (3, 20, 2047), (2, 16, 8192), (5, 1, 2048), (5, 2, 2048),
+          (5, 2, 4096), (5, 2, 4097)]  # fmt: skip
 
 
 def compare(w, d, m, impl, lr=0.05, **options):
@@ -158,11 +159,11 @@ def test_what_is_streamed_by_triton_agrees(shape, transport, lr):
 
 
 @pytest.mark.parametrize("lr", [5e-4, 5e-3, 0.05])
-@pytest.mark.parametrize(("k", "n"), [(4, 512), (8, 512), (16, 2048), (25, 1100)])
+@pytest.mark.parametrize(("k", "n"), [(2, 2048), (4, 512), (8, 512), (16, 2048), (25, 1100), (40, 200)])
 def test_bfloat16_gradients_and_momentum(k, n, lr):
     w, d, m = case((7, k, n))
-    distance, momentum, error = compare(w, d.to(BF16), m.to(BF16), "cuda", lr)
-    assert distance < 1e-6
+    distance, momentum, error = compare(w, d.to(BF16), m.to(BF16), "auto", lr)
+    assert distance < (1e-6 if k <= 32 else 3e-6)
     assert momentum < 2**-8
     assert error < 1e-6
 
@@ -183,8 +184,9 @@ def test_absent_rows_stay_absent_and_still_classes_still(impl, k, n, lr, transpo
     assert g.orthonormality_error(w) < 1e-6
 
 
-@pytest.mark.parametrize("impl", ["cuda", "triton", "reference"])
-@pytest.mark.parametrize("k", [3, 8])
+@pytest.mark.parametrize(
+    ("impl", "k"), [(impl, k) for impl in ("cuda", "triton", "reference") for k in (3, 8)] + [("triton", 40)]
+)
 def test_huge_gradients_turn_a_class_by_the_largest_angle_allowed(impl, k):
     w = g.random_subspace(4, k, 64, device="cuda")
     moved = w.clone()
@@ -214,7 +216,9 @@ def test_a_gradient_that_lies_almost_within_the_subspace(impl):
 
 
 @pytest.mark.parametrize("radians", [0.02, 0.1, 1.0])  # by which a gradient alone would turn: momentum makes more of it
-@pytest.mark.parametrize("shape", [(40, 4, 64), (40, 8, 64), (10, 16, 2048), (10, 32, 1024)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(40, 2, 2048), (40, 4, 64), (40, 8, 64), (10, 16, 2048), (10, 32, 1024), (5, 64, 256)], ids=str
+)
 def test_ten_thousand_steps_keep_it_orthonormal(shape, radians):
     w = g.random_subspace(*shape, device="cuda")
     m, lr = torch.zeros_like(w), torch.tensor(0.1, device="cuda")
@@ -229,14 +233,17 @@ def test_ten_thousand_steps_keep_it_orthonormal(shape, radians):
         graph.replay()
     assert g.orthonormality_error(w.double()) < 1e-6
     distance, _, error = compare(w, 0.02 / radians * gradients[0], torch.zeros_like(w), "auto")
-    assert distance < 1e-6  # one more step is as exact as the first
+    assert distance < (1e-6 if shape[1] <= 32 else 3e-6)  # one more step is as exact as the first
     assert error < 1e-6
 
 
 @pytest.mark.parametrize("lr", [5e-3, 0.05])
-@pytest.mark.parametrize("impl", ["cuda", "triton", "reference"])
-def test_a_flag_on_the_device_skips_the_step(impl, lr):
-    w, d, m = case((20, 4, 64) if impl == "triton" else (20, 18, 1024))
+@pytest.mark.parametrize(
+    ("impl", "shape"),
+    [("cuda", (20, 18, 1024)), ("reference", (20, 18, 1024)), ("triton", (20, 4, 64)), ("triton", (20, 40, 128))],
+)
+def test_a_flag_on_the_device_skips_the_step(impl, shape, lr):
+    w, d, m = case(shape)
     before = w.clone(), m.clone()
     counts = ops.geodesic_step(w, d, m, lr, 0.9, skip=torch.ones((), device="cuda"), impl=impl)
     assert torch.equal(w, before[0])
@@ -268,7 +275,8 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_work_to_others(monkeypatch)
     cuda_step._failure.cache_clear()
     try:
         assert "no such thing" in ops.explain(w)["cuda"]
-        assert ops.choose("auto", w) == "reference"
+        assert ops.choose("auto", w) == "triton"
+        assert ops.choose("auto", g.random_subspace(5, 65, 128, device="cuda")) == "reference"
     finally:
         cuda_step._failure.cache_clear()
 
@@ -308,7 +316,7 @@ def test_many_heads_are_few_launches_and_the_same_steps(k, n, lr, monkeypatch):
 
 
 @pytest.mark.parametrize("lr", [1e-3, 0.1])
-@pytest.mark.parametrize(("k", "n"), [(8, 96), (32, 2048)])
+@pytest.mark.parametrize(("k", "n"), [(8, 96), (32, 2048), (40, 128)])
 def test_heads_that_step_together_can_live_in_a_graph(k, n, lr):
     weights = [g.random_subspace(c, k, n, device="cuda") for c in (3, 10)]
     grads, momenta = [torch.randn_like(w) for w in weights], [torch.zeros_like(w) for w in weights]
@@ -323,12 +331,35 @@ def test_heads_that_step_together_can_live_in_a_graph(k, n, lr):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("k", [2, 40])
+def test_a_graph_that_is_captured_before_the_first_step_gets_plain_torch(k):
+    w, d, m = case((3, k, 72))  # as no other test has it
+    expected, buffer = w.clone(), m.clone()
+    ops.geodesic_step(expected, d, buffer, 5e-3, 0.9, impl="reference")
+    graph = torch.cuda.CUDAGraph()
+    with pytest.warns(UserWarning, match="plain torch"), torch.cuda.graph(graph):
+        ops.geodesic_step(w, d, m, 5e-3, 0.9, impl="triton")
+    graph.replay()
+    assert (w - expected).abs().max() < 1e-6
+    assert (m - buffer).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(("impl", "k"), [("triton", 2), ("cuda", 8), ("cuda", 32), ("triton", 40), ("reference", 8)])
+def test_autograd_notices_that_the_weight_has_changed(impl, k):
+    w, d, m = case((3, k, 128))
+    x = torch.randn(3, 128, 2, device="cuda", requires_grad=True)
+    loss = (w @ x).sum()
+    ops.geodesic_step(w, d, m, 5e-3, 0.9, impl=impl)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("options", [{}, {"retraction": "qf"}, {"direction": "spectral"}], ids=str)
 def test_plain_torch_takes_exact_products_where_others_are_reduced_to_tf32(options):
     w, d, m = case((4, 40, 256), scale=0.03)
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        distance, momentum, error = compare(w, d, m, "auto", **options)
+        distance, momentum, error = compare(w, d, m, "reference", **options)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
     assert distance < 3e-6
@@ -336,7 +367,7 @@ def test_plain_torch_takes_exact_products_where_others_are_reduced_to_tf32(optio
     assert error < 1e-6
 
 
-@pytest.mark.parametrize("k", [2, 8, 32])
+@pytest.mark.parametrize("k", [2, 8, 32, 40])
 def test_a_compiled_step_is_the_step(k):
     w, d, m = case((7, k, 1024))
     moved, buffer = w.clone(), m.clone()
@@ -346,7 +377,19 @@ def test_a_compiled_step_is_the_step(k):
     assert torch.equal(m, buffer)
 
 
-@pytest.mark.parametrize("k", [8, 32])
+@pytest.mark.parametrize("k", [2, 8, 32, 40])
+def test_a_gradient_and_a_momentum_that_are_not_contiguous(k):
+    w, d, m = case((6, k, 200))
+    turned, buffer, moved = d.mT.contiguous().mT, m.mT.contiguous().mT, w.clone()
+    ops.geodesic_step(moved, turned, m.clone(), 5e-3, 0.9)
+    expected = w.clone()
+    ops.geodesic_step(expected, d, m.clone(), 5e-3, 0.9)
+    assert torch.equal(moved, expected)
+    ops.geodesic_step(w, d, buffer, 5e-3, 0.9)
+    assert (w - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("k", [8, 32, 40])
 def test_a_weight_that_is_not_contiguous(k):
     w, d, m = case((6, k, 1024))
     spread = torch.zeros(6, k, 2048, device="cuda")[..., ::2]
@@ -356,7 +399,7 @@ def test_a_weight_that_is_not_contiguous(k):
     assert g.distance(spread.double(), w.double()).max() < 2e-6
 
 
-@pytest.mark.parametrize("k", [2, 8])
+@pytest.mark.parametrize("k", [2, 8, 40])
 @pytest.mark.parametrize("heads", [1, 3])
 def test_counts_are_added_to_those_that_are_given(heads, k):
     weights = [g.random_subspace(4, k, 70, device="cuda") for _ in range(heads)]

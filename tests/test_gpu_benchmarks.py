@@ -48,16 +48,14 @@ def test_what_pytest_says_at_its_end_is_counted():
     assert {str(ROOT / file) for file in files} == {str(file) for file in ROOT.glob("tests/test_cuda*.py")}
 
 
-def test_the_page_shows_the_quickest_implementation_of_a_shape():
-    row = {"k": 64, "floor_ms": 2.0, "step_ms": 10.0, "step_over_floor": 5.0, "implementation": "reference"}
-    row |= {"far_step_ms": 11.0, "algorithm_1_ms": 24.0, "algorithm_1_over_step": 2.4}
-    found = performance_step.quickest({**row, "all_ms": {"auto": 10.0, "reference": 10.1, "triton": 6.0}})
-    assert (found["implementation"], found["step_ms"], found["step_over_floor"]) == ("triton", 6.0, 3.0)
-    assert found["algorithm_1_over_step"] == 4
-    assert "far_step_ms" not in found
-    assert performance_step.quickest(row) == row
-    row["all_ms"] = {"auto": 10.0, "reference": 10.1}
-    assert performance_step.quickest(row) == row
+def test_the_page_says_where_another_implementation_was_quicker():
+    row = {"classes": 1000, "k": 64, "n": 9, "step_ms": 10.0, "implementation": "reference"}
+    assert performance_step.better_ones([row]) == []
+    row["all_ms"] = {"auto": 10.0, "reference": 9.0}  # itself, measured again
+    assert performance_step.better_ones([row]) == []
+    row["all_ms"]["triton"] = 6.0
+    (text,) = performance_step.better_ones([row])
+    assert "with 1,000 x 64 x 9 `triton` takes 6,000" in text
 
 
 def test_the_benchmark_of_drift_runs_on_a_cpu(run):
@@ -75,11 +73,12 @@ def test_the_benchmark_of_factorisations_runs_on_a_cpu(run):
 
 
 def test_the_benchmark_of_iterations_runs_on_a_cpu(run):
-    result = run("iteration", "--device", "cpu", "--models", "resnet10t:2", "--image-size", 32, "--rounds", 1)
+    options = ["--device", "cpu", "--models", "resnet10t:2", "--image-size", 32, "--rounds", 1]
+    result = run("iteration", *options, "--peers")
     assert not result["failed"]
     (row,) = result["rows"]
     assert (row["model"], row["batch"]) == ("resnet10t", 2)
-    assert set(row["ms"]) == {"linear", "grassmann"}
+    assert set(row["ms"]) == {"linear", "grassmann", "plain torch", "algorithm 1"}
 
 
 def step_results():
@@ -126,8 +125,8 @@ def results():
             **FACTS,
             **{"classes": 1000, "k": 8, "image_size": 224, "failed": {"vgg13_bn:32": "out of memory"}},
             "rows": [
-                {"model": name, "batch": 32, "ms": {"linear": 20.0, "grassmann": 20.5}, "overhead_percent": 2.5}
-                for name in ("resnet50", "resnet50d")
+                {"model": name, "batch": 32, "ms": {"linear": 20.0, "grassmann": 20.5, **more}, "overhead_percent": 2.5}
+                for name, more in (("resnet50", {"plain torch": 22.0, "algorithm 1": 45.0}), ("resnet50d", {}))
             ],
         },
     }
@@ -152,7 +151,9 @@ def test_the_page_is_written_from_all_results(tmp_path, monkeypatch):
     performance_page.main()
     text = output.read_text()
     assert "no results" not in text
-    assert text.count("on Some GPU, torch 2.11, grassy 0.1.0, 2026-01-02.") == 8
+    assert text.count("on Some GPU, torch 2.11, grassy 0.1.0, 2026-01-02.") == 7
+    assert text.count("grassy 0.1.0 at ccccccc, 2026-01-02.") == 1
+    assert "| ResNet50 | 32 | 20.00 | 20.50 | +2.5 % | +10 % | +125 % | – |" in text
     assert "Of commit ccccccc, 7 passed (3 of test_a.py, 4 of test_b.py) and 1 failed." in " ".join(text.split())
     assert "| 5 x 2 x 9 | 2.5 | 1.5 | native |" in text
     assert max(len(line) for line in text.splitlines() if line[:1] != "|") <= 120

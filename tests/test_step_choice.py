@@ -71,6 +71,17 @@ def test_how_large_a_class_may_be_is_what_the_documentation_says():
     assert f"an A100 takes 8 x {largest(8, (8, 0)):,} and an RTX 4090 8 x {largest(8, (8, 9)):,}" in text
 
 
+@pytest.mark.parametrize(
+    ("k", "n", "first"),
+    [(1, 2048, "triton"), (2, 4096, "triton"), (2, 4097, "cuda"), (1, 8193, "cuda"), (3, 8, "cuda")],
+)
+def test_only_classes_that_fit_into_registers_come_before_tensor_cores(k, n, first):
+    pytest.importorskip("triton", reason="triton is not installed: pip install -e '.[dev]'")
+    facts = {"dtype": torch.float32, "is_contiguous": lambda: True, "numel": lambda: k * n}
+    weight = SimpleNamespace(device=torch.device("cuda", 0), shape=(1, k, n), **facts)
+    assert ops._order(weight)[0] == first
+
+
 def test_ops_explain_what_they_choose():
     small = g.random_subspace(3, 2, 8)
     reasons = ops.explain(small)
@@ -107,7 +118,8 @@ def test_where_triton_cannot_launch_a_kernel_plain_torch_takes_over(monkeypatch)
     monkeypatch.setattr(ops, "_TRITON", True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch, "ones", lambda *_, **__: None)  # there is no GPU to put it on
-    monkeypatch.setattr(ops, "_load", lambda _: SimpleNamespace(unit=fail, unavailable=lambda _: "no NVRTC"))
+    kernels = SimpleNamespace(unit=fail, unavailable=lambda _: "no NVRTC", fits=lambda _: True)
+    monkeypatch.setattr(ops, "_load", lambda _: kernels)
     ops._failure_of_a_launch.cache_clear()
     weight = SimpleNamespace(device=torch.device("cuda", 0), shape=(3, 2, 8))
     assert ops._why_not("triton", weight) == (

@@ -111,6 +111,13 @@ def test_every_option_trains_and_gives_the_same_run_twice(tmp_path, changes):
     assert_same_weights(tmp_path / "one", tmp_path / "two")
 
 
+def test_how_often_a_run_is_looked_at_does_not_change_it(tmp_path):
+    data = tiny_arrays(tmp_path / "data")
+    for interval in (1, 3):
+        train(tiny_recipe(epochs=3, val_interval=interval, model_ema=True), data, tmp_path / str(interval))
+    assert_same_weights(tmp_path / "1", tmp_path / "3")
+
+
 def test_another_seed_is_another_run(tmp_path):
     data = tiny_arrays(tmp_path / "data")
     for seed in (0, 1):

@@ -30,9 +30,9 @@ for number, ((c, k, n), (transport, max_angle, maximize)) in enumerate(itertools
     results = []
     for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
         weight, buffer = w.to(dtype, copy=True), None if m is None else m.to(dtype, copy=True)
-        lr = torch.tensor(0.1) if k == 8 else 0.1
+        lr, mu = (torch.tensor(0.1), torch.tensor(momentum)) if k in (4, 8) else (0.1, momentum)
         counts = ops.geodesic_step(
-            weight, d.to(dtype), buffer, lr, momentum,
+            weight, d.to(dtype), buffer, lr, mu,
             transport=transport, max_angle=max_angle, maximize=maximize, impl=impl,
         )
         results.append((weight, buffer, [int(count) for count in counts]))
@@ -70,6 +70,34 @@ for retraction in ("geodesic", "qf"):
     ops.geodesic_steps(
         [w.clone()], [bad], [None], 0.1, counts=[totals], retraction=retraction, impl="triton"
     )
+flag = w.clone(), m.clone()
+options = {"retraction": "geodesic", "transport": "projection", "max_angle": None, "maximize": False}
+# By the kernel itself: ops look at flags on the host.
+flagged = triton_step.geodesic_step(*flag[:1], d, flag[1], 0.1, 0.9, skip=torch.ones(()), **options)
+flagged = [int(count) for count in flagged] == [0, 0] and torch.equal(flag[0], w) and torch.equal(flag[1], m)
+version = w._version, m._version
+step(w.clone(), d, m)  # of the momentum alone
+noticed = m._version > version[1]
+far = [w.clone(), w.double()]
+steep = 4000 * geometry.project(w, torch.randn_like(w))  # by more than the largest angle there is
+far_counts = [[int(count) for count in ops.geodesic_step(each, steep.to(each.dtype), None, 0.1, impl=impl)]
+              for each, impl in zip(far, ("triton", "reference"))]
+far = float(geometry.distance(far[0].double(), far[1]).max())
+
+import warnings
+triton_step._capturing = lambda weight: True  # as if a graph were captured
+early = []
+for width in (10, 11):  # a variant that was launched before, and one that was not
+    new = geometry.random_subspace(3, 4, width)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step(new, torch.randn_like(new), None)
+    early.append(["plain torch" in str(each.message) for each in said])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step(new, torch.randn_like(new), torch.zeros_like(new))
+    early.append(["plain torch" in str(each.message) for each in said])
+triton_step._capturing = lambda weight: False
 long = geometry.random_subspace(1, 2, 24)
 momentum = torch.zeros_like(long)
 for _ in range(60):
@@ -83,6 +111,10 @@ print(json.dumps({
     "still": torch.equal(still, w),
     "bfloat16": torch.equal(*half),
     "qf": torch.equal(*qf),
+    "flagged": flagged,
+    "noticed": noticed,
+    "far": [*far_counts, far],
+    "early": early,
     "drift": float(geometry.orthonormality_error(long)),
 }))
 """
@@ -116,6 +148,26 @@ def test_a_class_whose_gradient_is_not_finite_is_left_alone_and_counted(report):
 
 def test_counts_are_added_to_those_that_are_given(report):
     assert report["totals"] == [5 + 3 + 3, 7]
+
+
+def test_a_flag_leaves_everything_as_it_is(report):
+    assert report["flagged"]
+
+
+def test_autograd_is_told_of_the_change(report):
+    assert report["noticed"]
+
+
+def test_there_is_a_largest_angle(report):
+    """Of 64 radians, known to as many roundings."""
+    counts, expected, distance = report["far"]
+    assert counts == expected == [0, 3]
+    assert distance < 1e-3
+
+
+def test_a_graph_that_is_captured_before_a_kernel_was_launched_gets_plain_torch(report):
+    """Of 10 columns both variants, with momentum and without, were launched before, of 11 neither."""
+    assert report["early"] == [[], [], [True], [True]]
 
 
 def test_zero_gradients_move_nothing_to_the_bit(report):

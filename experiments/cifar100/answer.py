@@ -19,8 +19,9 @@ ROOT = Path(__file__).parent.parent.parent
 OWN_RESULTS = Path(__file__).parent.resolve() / "results.jsonl"
 GOAL_SEEDS = 5
 #: What trials differ in beside learning rate and weight decay.
-SCALES = ("head.k", "head.gamma", "head.scale", "head.margin", "head_lr", "head.standardize", "direction")
-WORDS = {"head.standardize": "standardised", "direction": "{}"}
+SCALES = ("head.k", "head.gamma", "head.scale", "head.margin", "head_lr", "head.standardize", "head.normalize")
+SCALES += ("direction",)
+WORDS = {"head.standardize": "standardised", "head.normalize": "not normalised", "direction": "{}"}
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -34,6 +35,13 @@ def claims_table(study: Study) -> str:
         for number, (text, figures, parts) in enumerate(claims(study), 1)
     ]
     return table(["", "claim", "the paper", "here: difference or slope, 95 % interval", "verdict"], rows)
+
+
+def short_list(study: Study) -> str:
+    """The claims and their verdicts alone."""
+    return "\n".join(
+        f"{number}. {text}: **{verdict(parts)}**" for number, (text, _, parts) in enumerate(claims(study), 1)
+    )
 
 
 def goal(study: Study) -> str:
@@ -64,8 +72,11 @@ def leads_table(study: Study) -> str:
 
 def contest(study: Study, softmax: str, grassmann: str) -> str:
     """Whether the goal is reached."""
-    if min(len(study.runs[softmax]), len(study.runs[grassmann])) < GOAL_SEEDS:
+    lost = study.lost[softmax] + study.lost[grassmann]
+    if min(len(study.runs[row]) + study.lost[row] for row in (softmax, grassmann)) < GOAL_SEEDS:
         return NOT_YET
+    if lost:
+        return f"not reached, since runs diverged: {lost}"
     parts = {metric: study.gap(grassmann, softmax, metric).interval for metric in GOAL}
     reached = all(part and part.mean >= GOAL[name] and part.low > 0 for name, part in parts.items())
     return "reached" if reached else "not reached"
@@ -134,25 +145,33 @@ def settings_table(study: Study) -> str:
 
 
 def summary(study: Study) -> str:
-    """For the README: all heads of linear layers and subspaces, as far as they are run, by what they are."""
-    names = [name for name in [*HEADS, "grassmann-32"] if name.startswith(("softmax", "grassmann"))]
+    """For the README: heads of linear layers, cosines and subspaces, as far as they are run, by what they are."""
+    names = [name for name in [*HEADS, "grassmann-32"] if name.startswith(("softmax", "cosine", "grassmann"))]
     metrics = {"top1": 2, "variability": 1, "transfer": 2}
     found = {study.jobs[name].key: name for name in names if len(study.runs[name]) >= FEWEST}
     rows = [
-        [described(study.jobs[name]), *(study.show(name, metric, digits) for metric, digits in metrics.items())]
+        [*described(study.jobs[name]), *(study.show(name, metric, digits) for metric, digits in metrics.items())]
         for name in found.values()
     ]
-    return table(["", "top-1", "variability, °", "linear transfer, mean of 3 data sets"], rows)
+    head = ["", "learning rate, weight decay", "top-1", "variability, °", "linear transfer, mean of 3 data sets"]
+    return table(head, rows)
 
 
-def described(job: Job) -> str:
-    """The head of a run, for readers who do not know the names of the rows."""
-    assert job.recipe is not None
-    head, decay = job.recipe.head, f"weight decay {job.recipe.weight_decay:g}"
-    words = [f"subspaces, k = {head['k']}, γ = {head['gamma']:g}"] if head["name"] == "grassmann" else ["softmax"]
-    words += ["standardised features"] if head.get("standardize") else []
-    words += ["spectral steps"] if job.recipe.direction == "spectral" else []
-    return ", ".join([*words, decay])
+def described(job: Job) -> list[str]:
+    """The head of a run, for readers who do not know the names of the rows, and its learning rate and weight decay."""
+    recipe = job.recipe
+    assert recipe is not None
+    head = recipe.head
+    words = {
+        "grassmann": lambda: f"subspaces, k = {head['k']}, γ = {head['gamma']:g}",
+        "cosine": lambda: f"cosine, scale {head['scale']:g}",
+    }.get(head["name"], lambda: "softmax")()
+    more = ["standardised features"] if head.get("standardize") else []
+    more += ["features not normalised"] if not head.get("normalize", True) else []
+    more += ["spectral steps"] if recipe.direction == "spectral" else []
+    more += [f"head's learning rate {recipe.head_lr:g}"] if recipe.head_lr and recipe.direction != "spectral" else []
+    more += ["second contest"] if job.row in CONTESTANTS else []
+    return [", ".join([words, *more]), f"{recipe.lr:g}, {recipe.weight_decay:g}"]
 
 
 def about(study: Study) -> str:
@@ -201,6 +220,7 @@ def main() -> None:
         parser.error(str(error))
     blocks = {
         "about": about(study),
+        "short": short_list(study),
         "claims": claims_table(study),
         "goal": goal(study),
         "rows": rows_table(study),

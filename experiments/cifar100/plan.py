@@ -1,6 +1,7 @@
 """The jobs of the study, in the order in which they run: settings are data, and what was found decides what follows.
 
-`tune`: eight trials of 20 epochs a head on 45,000 images, judged on the 5,000 others of the training set.
+`tune`: eight trials of 20 epochs a head, for the contest 16 of 60 epochs a side, on 45,000 images, judged on the 5,000
+others of the training set.
 `final`: 60 epochs on all 50,000 with the settings so chosen and fresh seeds, measured on the test set.
 """
 
@@ -43,7 +44,7 @@ def _options(*names: str, values: Iterable[Sequence[float]]) -> tuple[dict[str, 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A head that gets its eight trials: a recipe, what differs from it, and the values of its own scale to try.
+    """A head that gets its trials: a recipe, what differs from it, and the values of its own scale to try.
 
     trials: these themselves, instead of the usual ones.
     """
@@ -71,8 +72,8 @@ _GRASSMANN_BEYOND = _options(
     values=[(20, 0.05, 0.004), (20, 0.05, 0.008), (20, 0.1, 0.008), (25, 0.05, 0.004), (25, 0.05, 0.008),
             (25, 0.1, 0.006), (25, 0.1, 0.008), (32, 0.1, 0.008)],
 )  # fmt: skip
-#: What is best after 20 epochs is not after 60: the contestants have trials as long as the final runs. The first eight
-#: of a side were best at the smaller learning rates with the larger weight decays: eight more, around and beyond that.
+#: What is best after 20 epochs is not after 60: the contestants have trials as long as the final runs. Of the first
+#: eight of a side the best had smaller learning rates and larger weight decays: eight more, around and beyond that.
 _SOFTMAX_LONG = (
     *_options("lr", "weight_decay", values=[(0.2, 5e-4), (0.2, 1e-3), (0.1, 1e-3), (0.1, 2e-3)]),
     *({**_STANDARD, **pair} for pair in _options(
@@ -153,9 +154,8 @@ ROWS = (
     *("grassmann-16-std", "grassmann-8-std-spectral", "grassmann-8-std", "grassmann-1-unnormalized"),
 )
 
-#: Seconds an epoch, and beside the epochs, on an H200; of a row whose step is plain torch, so much more.
-EPOCH_SECONDS, OTHER_SECONDS = 0.8, 12.0
-SLOWER = {"grassmann-8-qf": 1.3, "grassmann-8-std-spectral": 1.3}
+#: Seconds an epoch, and beside the epochs, on an H200; so many times as much if the step is plain torch.
+EPOCH_SECONDS, OTHER_SECONDS, SLOWER = 0.8, 12.0, 1.3
 
 Lines = dict[str, dict[str, Any]]  # of results.jsonl, by key
 
@@ -352,15 +352,22 @@ def seconds(job: Job, lines: Lines, hardware: str | None = None, at_once: int = 
     """How long a job should take beside others: as its row did, or else guessed from other rows, or from an H200."""
     known = [line for line in lines.values() if "top1" in line and hardware in (None, line["device"])]
     known = [line for line in known if line.get("at_once", 1) == at_once]
-    same = [line["seconds"] for line in known if (line["stage"], line["row"]) == (job.stage, job.row)]
+    plain = _steps_in_plain_torch(job.changes)
+    same = [line for line in known if (line["stage"], line["row"]) == (job.stage, job.row)]
+    same = [line for line in same if _steps_in_plain_torch(line["settings"]) == plain]
     if same:
-        return statistics.median(same)
-    slower = SLOWER.get(job.row, 1.0)
+        return statistics.median(line["seconds"] for line in same)
+    slower = SLOWER if plain else 1.0
     epochs = job.changes.get("epochs", EPOCHS[job.stage])
-    alike = [line["seconds"] for line in known if line["settings"]["epochs"] == epochs and line["row"] not in SLOWER]
+    alike = [line for line in known if line["settings"]["epochs"] == epochs]
+    alike = [line for line in alike if not _steps_in_plain_torch(line["settings"])]
     if alike:
-        return slower * statistics.median(alike)
+        return slower * statistics.median(line["seconds"] for line in alike)
     return slower * EPOCH_SECONDS * at_once * epochs + OTHER_SECONDS
+
+
+def _steps_in_plain_torch(settings: Mapping[str, Any]) -> bool:
+    return settings.get("direction") == "spectral" or settings.get("retraction") == "qf"
 
 
 def to_do(jobs: Iterable[Job], lines: Lines, retry: bool = False) -> Iterator[Job]:

@@ -109,6 +109,8 @@ def _train_and_measure(job: Job, place: Place) -> dict[str, Any]:
     names = {"eval_top1": "top1", "eval_top5": "top5", "eval_loss": "loss", "train_loss": "train_loss"}
     names |= {"eval_effective_rank": "effective_rank", "seconds": "seconds_last_epoch"}
     found = {new: row[old] for old, new in names.items()} | measures
+    if job.start is not None:
+        found["start_top1"] = json.loads(_start_file(job.start, place).with_suffix(".json").read_text())["top1"]
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in found.items()}
 
 
@@ -118,7 +120,7 @@ def _trained(job: Job, place: Place, folder: Path) -> dict[str, Any]:
     assert recipe is not None
     if job.start is not None:
         start = _start_file(job.start, place)
-        if not start.exists():
+        if not _has_start(job.start, place):
             _trained(job.start, place, beside := folder.with_name(f"{folder.name}-start"))
             shutil.rmtree(beside)
         recipe = recipe.changed({"initial_checkpoint": str(start)})
@@ -127,16 +129,26 @@ def _trained(job: Job, place: Place, folder: Path) -> dict[str, Any]:
     if state.stopped_by is not None:
         raise KeyboardInterrupt
     if job.stage == FINAL and job.row in STARTS:
-        start = _start_file(job, place)
-        start.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / LAST, part := f"{start}.{os.getpid()}")
-        os.replace(part, start)
+        keep_start(folder / LAST, state.rows[-1]["eval_top1"], _start_file(job, place))
     return state.rows[-1]
+
+
+def keep_start(weights: Path, top1: float, start: Path) -> None:
+    """Keep weights that others begin with, and their top-1 beside them."""
+    start.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(weights, part := f"{start}.{os.getpid()}")
+    start.with_suffix(".json").write_text(json.dumps({"top1": top1}))
+    os.replace(part, start)
 
 
 def _start_file(job: Job, place: Place) -> Path:
     """Where the weights of a run are kept that others begin with."""
     return place.scratch / "starts" / f"{job.key}.safetensors"
+
+
+def _has_start(job: Job, place: Place) -> bool:
+    start = _start_file(job, place)
+    return start.exists() and start.with_suffix(".json").exists()
 
 
 @functools.cache
@@ -276,7 +288,7 @@ def remaining(args: argparse.Namespace, lines: Lines) -> list[Job]:
 def expected(job: Job, lines: Lines, hardware: str | None, place: Place) -> float:
     """Seconds of a job, with those of the run that it begins with, if its weights are not there."""
     jobs = [job]
-    if job.start is not None and not _start_file(job.start, place).exists():
+    if job.start is not None and not _has_start(job.start, place):
         jobs.append(job.start)
     return sum(seconds(each, lines, hardware, place.at_once) for each in jobs)
 
@@ -285,7 +297,7 @@ def minutes(jobs: list[Job], lines: Lines, place: Place, hardware: str | None = 
     """Of jobs, with those that some of them begin with, if their weights are not there."""
     starts = {job.start.key: job.start for job in jobs if job.start is not None}
     known = {job.key for job in jobs if job.base}
-    again = [job for key, job in starts.items() if key not in known and not _start_file(job, place).exists()]
+    again = [job for key, job in starts.items() if key not in known and not _has_start(job, place)]
     return sum(seconds(job, lines, hardware, place.at_once) for job in [*jobs, *again]) / 60 / place.at_once
 
 

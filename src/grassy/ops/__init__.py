@@ -82,7 +82,8 @@ def _order(weight: Tensor) -> list[str]:
     if weight.device.type != "cuda":
         return ["native", "reference"]
     # Small classes fit into the registers of a few warps, where Triton's plain code is faster than tensor cores are.
-    return ["triton", "cuda", "reference"] if weight.shape[-2] <= SMALL_K else ["cuda", "triton", "reference"]
+    small = weight.shape[-2] <= SMALL_K and _TRITON and _load("triton").fits(weight)
+    return ["triton", "cuda", "reference"] if small else ["cuda", "triton", "reference"]
 
 
 def _why_not(name: str, weight: Tensor) -> str | None:
@@ -128,7 +129,8 @@ def _unfit(impl: str, weight: Tensor) -> str | None:
     """Why an implementation that could run would only hand such a weight to the reference, or be no faster."""
     if impl == "triton" and not (_load("triton").fits(weight) or _load("triton_stream").fits(weight)):
         return (
-            "it takes contiguous float32 weights of up to 64 rows a class, more than 32 only with enough shared memory"
+            "it takes contiguous float32 weights of up to 64 rows a class, more than 8, or than fit into registers, on "
+            "NVIDIA GPUs from Ampere on, and more than 32 with 192 KiB of shared memory"
         )
     if impl == "native" and not native.worth_it(weight):
         return (

@@ -7,6 +7,10 @@ line. With TRITON_INTERPRET=1 the kernel runs, slowly, on tensors of the CPU.
 Learning rate and momentum may be tensors on the device, and nothing is read back: the step can live in a CUDA graph.
 """
 
+import warnings
+from collections.abc import Hashable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +28,13 @@ MAX_ELEMENTS = 8192
 ELEMENTS_OF_A_WARP, MORE_ELEMENTS = 1024, 2048
 #: The loops over rows are unrolled: with 16 of them the kernel takes minutes to compile.
 MAX_ROWS = 8
+#: Variants of the kernels that have been launched in this process: the first launch of one compiles and loads it, which
+#: is forbidden while a CUDA graph is captured.
+_LAUNCHED: set[Hashable] = set()
+CAPTURED_TOO_EARLY = (
+    "a CUDA graph is captured before such a step was made once: it gets plain torch instead of the kernel, which "
+    "cannot be compiled now; make a step of the same kind first"
+)
 
 
 def fits(weight: Tensor) -> bool:
@@ -49,40 +60,60 @@ def geodesic_step(
 ) -> tuple[Tensor, Tensor]:
     """`reference.geodesic_step` in one launch, or a few. counts: two numbers to which those of this step are added."""
     small, contiguous = fits(weight), momentum_buffer is None or momentum_buffer.is_contiguous()
-    if retraction == "qf" or not contiguous or not (small or triton_stream.fits(weight)):
-        found = reference.geodesic_step(
-            weight,
-            grad,
-            momentum_buffer,
-            lr,
-            momentum,
-            retraction=retraction,
-            transport=transport,
-            max_angle=max_angle,
-            maximize=maximize,
-            skip=skip,
-        )
+    options: dict[str, Any] = {"transport": transport, "max_angle": max_angle, "maximize": maximize, "skip": skip}
+    taken = retraction != "qf" and contiguous and (small or triton_stream.fits(weight))
+    if taken:
+        grad = grad.contiguous()
+        arguments = (weight, grad, momentum_buffer, lr, momentum, skip)
+        variant = (weight.device, *weight.shape, transport, max_angle is None, maximize, *map(_kind, arguments))
+        if variant not in _LAUNCHED and _capturing(weight):
+            warnings.warn(CAPTURED_TOO_EARLY, stacklevel=2)
+            taken = False
+    if not taken:
+        found = reference.geodesic_step(weight, grad, momentum_buffer, lr, momentum, retraction=retraction, **options)
         if counts is None:
             return found
         counts += torch.stack(found)
         return counts[0], counts[1]
-    classes, k, n = weight.shape
     if counts is None:
         counts = torch.zeros(2, dtype=torch.int64, device=weight.device)
-    if not small:
-        triton_stream.launch(
-            *(weight, grad.contiguous(), momentum_buffer, counts, lr, momentum),
-            transport=transport,
-            max_angle=max_angle,
-            maximize=maximize,
-            skip=skip,
-        )
-        return counts[0], counts[1]
+    launch = _launch if small else triton_stream.launch
+    launch(weight, grad, momentum_buffer, counts, lr, momentum, **options)
+    _LAUNCHED.add(variant)
+    # As torch does itself, so that autograd notices.
+    torch.autograd.graph.increment_version([weight] if momentum_buffer is None else [weight, momentum_buffer])
+    return counts[0], counts[1]
+
+
+def _kind(value: float | Tensor | None) -> Hashable:
+    """Of an argument, what Triton compiles a variant of its own for."""
+    return (value.dtype, value.data_ptr() % 16) if isinstance(value, Tensor) else value is None
+
+
+def _capturing(weight: Tensor) -> bool:
+    return weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _launch(
+    weight: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor | None,
+    counts: Tensor,
+    lr: float | Tensor,
+    momentum: float | Tensor,
+    *,
+    transport: str,
+    max_angle: float | None,
+    maximize: bool,
+    skip: Tensor | None,
+) -> None:
+    """One step of contiguous tensors whose classes fit into registers, in place."""
+    classes, k, n = weight.shape
     rows, columns = triton.next_power_of_2(k), triton.next_power_of_2(n)
     with torch.cuda.device_of(weight):  # Triton launches on the current device
         _step[(classes,)](
             weight,
-            grad.contiguous(),
+            grad,
             weight if momentum_buffer is None else momentum_buffer,
             counts,
             lr,
@@ -103,7 +134,6 @@ def geodesic_step(
             LARGEST=float(2**MAX_DOUBLINGS),
             num_warps=max(1, min(8, rows * columns // (ELEMENTS_OF_A_WARP if rows <= 2 else MORE_ELEMENTS))),
         )
-    return counts[0], counts[1]
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The step of classes that do not fit on the chip, in a few launches: k up to 64, and any n on any GPU.
+"""The step of classes that do not fit on the chip, in a few launches: any n, and k up to 32, or 64 on a large GPU.
 
 The mathematics is that of `reference._step`, the names too. A first pass over the columns sums the Gram matrices of W
 and B = μM + D (`_grams`), from which all K x K matrices follow (`_turns`), and a second one makes the new W and M
@@ -8,6 +8,8 @@ W' themselves are looked at (`_grams` again, `_polish`).
 Products are those of tensor cores, each of three ("tf32x3"), which is almost float32. Their sums are not rounded but
 cut off, so that a long sum would drift: the columns of a block are summed there, and blocks in float32.
 """
+
+import functools
 
 import torch
 import triton
@@ -34,13 +36,18 @@ SKIP, STILL, MOVE, CAREFUL, POLISH = (tl.constexpr(i) for i in range(5))
 
 def fits(weight: Tensor) -> bool:
     """Whether the kernels take a weight of this shape, dtype and layout, on its device."""
-    k = weight.shape[1]
-    if k > MAX_ROWS or weight.numel() == 0 or weight.dtype != torch.float32 or not weight.is_contiguous():
+    if weight.numel() == 0 or weight.dtype != torch.float32 or not weight.is_contiguous():
         return False
-    if k <= MAX_ROWS // 2 or weight.device.type != "cuda":
-        return True
-    found = torch.cuda.get_device_properties(weight.device)
-    return getattr(found, "shared_memory_per_block_optin", 0) >= BYTES_OF_64_ROWS  # an AMD GPU does not say
+    return weight.shape[1] <= (_most_rows(weight.device) if weight.device.type == "cuda" else MAX_ROWS)
+
+
+@functools.cache
+def _most_rows(device: torch.device) -> int:
+    """Of a class, on a GPU. Those of AMD, and those of NVIDIA before Ampere, have no tensor cores that take TF32."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return 0
+    shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return MAX_ROWS if shared >= BYTES_OF_64_ROWS else MAX_ROWS // 2
 
 
 def warps(rows: int) -> int:
