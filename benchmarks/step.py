@@ -36,6 +36,14 @@ def svd_step(s: Tensor, m: Tensor, d: Tensor) -> None:
     s.copy_(((s @ vt.mT) * (LR * sigma).cos().unsqueeze(-2) + u * (LR * sigma).sin().unsqueeze(-2)) @ vt)
 
 
+def streamed_step(w: Tensor, d: Tensor, m: Tensor, counts: Tensor) -> None:
+    """By the kernels of large classes, of one that fits into registers."""
+    from grassy.ops import triton_stream  # not everyone has Triton
+
+    options = {"transport": "projection", "max_angle": None, "maximize": False, "skip": None}
+    triton_stream.launch(w, d, m, counts, LR, MOMENTUM, **options)  # type: ignore[arg-type]
+
+
 def measure(classes: int, k: int, n: int, bandwidth: float, peers: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     w = geometry.random_subspace(classes, k, n, device="cuda")
@@ -49,6 +57,8 @@ def measure(classes: int, k: int, n: int, bandwidth: float, peers: bool) -> dict
 
     names = ["auto", *others, "reference"]
     contestants = {name: captured(lambda name=name: step(name)) for name in names}
+    if k > ops.SMALL_K and "triton" in others and ops._load("triton").fits(w):  # else `triton` is that already
+        contestants["triton, streamed"] = captured(lambda: streamed_step(w, d, m, counts))
     contestants["launch"] = captured(lambda: counts.add_(0))  # next to nothing: what comes with every launch
     source = torch.empty(5 * w.numel() // 2, device="cuda")
     target = torch.empty_like(source)
