@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from grassy import cli
+from grassy.report.analyze import analyze
 from grassy.report.page import PageRun, open_run, read_curves, render_page, report, run_names
 from grassy.report.samples import sample_images
 from grassy.training.datasets import open_images
@@ -128,3 +130,20 @@ def test_samples_are_of_the_images_that_an_earlier_analysis_measured(tmp_path):
     assert [page.analysis["data"]["split"] for page in pages] == ["test", "train", "train"]
     assert pages[0].samples != pages[1].samples
     assert pages[2].samples == pages[1].samples
+
+
+def test_runs_that_were_measured_on_different_images_are_told_apart(tmp_path, capsys):
+    runs, data = [make_run(tmp_path / name, {"name": "linear"}) for name in "ab"], tiny_images(tmp_path / "data")
+    (data / "train.npz").write_bytes((data / "test.npz").read_bytes())
+    page = str(tmp_path / "report.html")
+    for run, split in zip(runs, ("train", "test"), strict=True):
+        analyze(run, data, split, "cpu")
+    cli.main(["report", *map(str, runs), "-o", page, "--device", "cpu"])
+    said = capsys.readouterr().out
+    assert "different images" in said
+    assert re.search(r"a: \d+ images of train in .*; b: \d+ images of test in ", said)
+    cli.main(["report", *map(str, runs), "-o", page, "--split", "test", "--data-dir", str(data), "--device", "cpu"])
+    assert "different" not in capsys.readouterr().out
+    (runs[1] / "analysis.json").unlink()
+    cli.main(["report", *map(str, runs), "-o", page, "--device", "cpu"])
+    assert "b: weights alone" in capsys.readouterr().out

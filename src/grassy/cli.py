@@ -295,9 +295,11 @@ def add_report(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def run_report(args: argparse.Namespace) -> None:
-    from grassy.report.page import report, run_names
+    from grassy.report.page import measured_on, report, run_names
 
     page = report(args.runs, args.output, args.data_dir, args.split, args.device, args.title)
+    if different := measured_on(args.runs):
+        print(f"Measured on different images, so compare with care: {'; '.join(different)}")
     if args.pictures is not None:
         from grassy.report.analyze import read_analysis
         from grassy.report.pictures import save_pictures

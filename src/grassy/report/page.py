@@ -73,6 +73,17 @@ def report(
     return write_page(opened, output, title)
 
 
+def measured_on(runs: Sequence[Path]) -> list[str]:
+    """For each run the images that its analysis is of, if they are not the same for all."""
+    paths = list(dict.fromkeys(Path(run) for run in runs))
+    found = [read_analysis(weights_file(path).parent)["data"] for path in paths]
+    if all(data == found[0] for data in found):
+        return []
+    words = ["weights alone" if data is None else f"{data['images']:,} images of {data['split']}" for data in found]
+    folders = ["" if data is None or data["folder"] is None else f" in {data['folder']}" for data in found]
+    return [f"{name}: {word}{folder}" for name, word, folder in zip(run_names(paths), words, folders, strict=True)]
+
+
 def open_run(run: Path, name: str, data_dir: Path | None, split: str | None, device: str) -> PageRun:
     file = weights_file(run)
     about = read_description(file)
