@@ -29,11 +29,11 @@ SHAPES = (
 )
 
 
-def svd_step(s: Tensor, m: Tensor, d: Tensor) -> None:
+def svd_step(s: Tensor, m: Tensor, d: Tensor, lr: float = LR) -> None:
     """Steps 1 to 4 of Algorithm 1 in the paper's columns, in place."""
     m.copy_(MOMENTUM * (m - s @ (s.mT @ m)) + d - s @ (s.mT @ d))
     u, sigma, vt = torch.linalg.svd(-m, full_matrices=False, driver="gesvda" if m.is_cuda else None)
-    s.copy_(((s @ vt.mT) * (LR * sigma).cos().unsqueeze(-2) + u * (LR * sigma).sin().unsqueeze(-2)) @ vt)
+    s.copy_(((s @ vt.mT) * (lr * sigma).cos().unsqueeze(-2) + u * (lr * sigma).sin().unsqueeze(-2)) @ vt)
 
 
 def streamed_step(w: Tensor, d: Tensor, m: Tensor, counts: Tensor) -> None:
@@ -57,7 +57,7 @@ def measure(classes: int, k: int, n: int, bandwidth: float, peers: bool) -> dict
 
     names = ["auto", *others, "reference"]
     contestants = {name: captured(lambda name=name: step(name)) for name in names}
-    if k > ops.SMALL_K and "triton" in others and ops._load("triton").fits(w):  # else `triton` is that already
+    if "triton" in (chosen, *others) and ops._load("triton").fits(w):  # else `triton` is that already
         contestants["triton, streamed"] = captured(lambda: streamed_step(w, d, m, counts))
     contestants["launch"] = captured(lambda: counts.add_(0))  # next to nothing: what comes with every launch
     source = torch.empty(5 * w.numel() // 2, device="cuda")

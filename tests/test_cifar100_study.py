@@ -209,3 +209,23 @@ def test_a_line_cut_short_by_a_crash_is_ignored_and_left_alone(tmp_path):
         file.write('{"key": "b", "to')
     run.append(path, {"key": "c"})
     assert list(read(path)) == ["a", "c"]
+
+
+def test_weights_that_others_begin_with_are_trained_once_and_stay_what_they_are(tmp_path):
+    place = run.Place(tmp_path, "cpu")
+    jobs = {(job.row, job.number): job for job in plan(read(run.HERE / "results.jsonl")) if job.stage == FINAL}
+    softmax, head, everything = (jobs[row, 100] for row in ("softmax", "finetune-head", "finetune-all"))
+    other = jobs["finetune-all", 101]
+    assert not run._in_the_making(head.start, [], place)  # it can be trained
+    assert run._in_the_making(head.start, [everything], place)
+    assert run._in_the_making(head.start, [softmax], place)
+    assert not run._in_the_making(head.start, [other], place)
+    kept = run._start_folder(softmax, place)
+    for number, top1 in enumerate((70.0, 71.0)):  # the second comes too late
+        weights = tmp_path / f"{number}.safetensors"
+        weights.write_text(str(number))
+        run.keep_start(weights, top1, kept)
+    assert not run._in_the_making(head.start, [everything], place)
+    start = run._start(head.start, place, tmp_path / "none")
+    assert (start.weights.read_text(), start.top1) == ("0", 70.0)
+    assert [each.name for each in kept.parent.iterdir()] == [softmax.key]

