@@ -17,6 +17,7 @@ from benchmarks.gpu import machine, need_gpu, save
 SHARES = (
     ("tests/test_cuda_step.py", "chosen_agrees or streamed_by_triton"),
     ("tests/test_cuda_step.py", "not chosen_agrees and not streamed_by_triton"),
+    ("tests/test_cuda_calls.py", ""),
     ("tests/test_cuda.py", ""),
     ("tests/test_cuda_head.py", ""),
 )

@@ -180,6 +180,7 @@ def main() -> None:
             others = "".join(
                 f", {times[peer]:.2f} by {peer}" for peer in ("plain torch", "algorithm 1") if peer in times
             )
+            others += f", the others failed: {row['peers_failed'].splitlines()[0]}" if "peers_failed" in row else ""
             print(f"{name}, batch {batch}: {times['linear']:.2f} ms with vectors, {times['grassmann']:.2f} ms with "
                   f"subspaces, {row['overhead_percent']:+.2f} %{others} ({seconds:.0f} s)", flush=True)  # fmt: skip
         save(result, output)

@@ -176,8 +176,8 @@ def iteration(result: Result, images: Path) -> list[str]:
         shown = {key: name for key, name in PEERS.items() if any(key in row["ms"] for row in rows)}
         if shown:
             text[0] += (
-                " The last columns but one are what head and step in plain torch add, and the same head with Algorithm "
-                "1: an SVD in every step, a QR in every fifth."
+                " The two columns before the last are what head and step in plain torch add, and the same head with "
+                "Algorithm 1: an SVD in every step, a QR in every fifth."
             )
 
         def added(row: Result, peer: str) -> str:

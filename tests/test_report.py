@@ -144,6 +144,9 @@ def test_runs_that_were_measured_on_different_images_are_told_apart(tmp_path, ca
     assert re.search(r"a: \d+ images of train in .*; b: \d+ images of test in ", said)
     cli.main(["report", *map(str, runs), "-o", page, "--split", "test", "--data-dir", str(data), "--device", "cpu"])
     assert "different" not in capsys.readouterr().out
+    analyze(runs[0], data / ".." / "data", "validation", "cpu")  # other words for the same images
+    cli.main(["report", *map(str, runs), "-o", page, "--device", "cpu"])
+    assert "different" not in capsys.readouterr().out
     (runs[1] / "analysis.json").unlink()
     cli.main(["report", *map(str, runs), "-o", page, "--device", "cpu"])
     assert "b: weights alone" in capsys.readouterr().out

@@ -21,6 +21,7 @@ from grassy.report.analyze import ANALYSIS, analyze, digest, open_split, read_an
 from grassy.report.classes import SCALARS
 from grassy.report.samples import BUDGET, sample_images
 from grassy.training.checkpoint import read_description, weights_file, write_atomically
+from grassy.training.datasets import TRAIN_NAMES, VALIDATION_NAMES
 from grassy.training.journal import SUMMARY
 
 STYLES = ("page.css",)
@@ -77,11 +78,20 @@ def measured_on(runs: Sequence[Path]) -> list[str]:
     """For each run the images that its analysis is of, if they are not the same for all."""
     paths = list(dict.fromkeys(Path(run) for run in runs))
     found = [read_analysis(weights_file(path).parent)["data"] for path in paths]
-    if all(data == found[0] for data in found):
+    if len({_images(data) for data in found}) == 1:
         return []
     words = ["weights alone" if data is None else f"{data['images']:,} images of {data['split']}" for data in found]
     folders = ["" if data is None or data["folder"] is None else f" in {data['folder']}" for data in found]
     return [f"{name}: {word}{folder}" for name, word, folder in zip(run_names(paths), words, folders, strict=True)]
+
+
+def _images(data: dict[str, Any] | None) -> tuple[Any, ...] | None:
+    """Of an analysis, what tells its images from others, however the split and the folder were written."""
+    if data is None:
+        return None
+    kinds = (names for names in (TRAIN_NAMES, VALIDATION_NAMES) if data["split"] in names)
+    folder = None if data["folder"] is None else Path(data["folder"]).resolve()
+    return data["dataset"], folder, next(kinds, data["split"]), data["images"]
 
 
 def open_run(run: Path, name: str, data_dir: Path | None, split: str | None, device: str) -> PageRun:
