@@ -4,6 +4,7 @@ import json
 import platform
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,18 @@ def save(result: dict[str, Any], output: Path) -> None:
     output.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def captured(work: Callable[[], Any]) -> Callable[[], None]:
+@dataclass(frozen=True)
+class Captured:
+    """A CUDA graph, and the work in it: what that allocated before, such as an optimizer's state, must live on."""
+
+    graph: torch.cuda.CUDAGraph
+    work: Callable[[], Any]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+def captured(work: Callable[[], Any]) -> Captured:
     """The work as a CUDA graph: one launch, whatever the host costs."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -52,7 +64,7 @@ def captured(work: Callable[[], Any]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return graph.replay
+    return Captured(graph, work)
 
 
 def medians(contestants: dict[str, Callable[[], Any]], rounds: int = 30, dirty: bool = False) -> dict[str, float]:

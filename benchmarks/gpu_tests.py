@@ -20,6 +20,7 @@ SHARES = (
     ("tests/test_cuda_calls.py", ""),
     ("tests/test_cuda.py", ""),
     ("tests/test_cuda_head.py", ""),
+    ("tests/test_gpu_benchmarks.py", "on_a_gpu"),
 )
 OUTCOMES = ("passed", "failed", "error", "skipped")
 

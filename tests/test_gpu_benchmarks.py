@@ -1,17 +1,20 @@
 """The benchmarks for GPUs run, as far as a CPU can tell; what they measure is not judged here."""
 
+import gc
 import importlib
 import json
 import re
 import sys
+import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks import gpu_tests, performance_page, performance_step  # noqa: E402
+from benchmarks import gpu, gpu_tests, performance_page, performance_step  # noqa: E402
 
 FACTS = {"date": "2026-01-02", "gpu": "Some GPU", "cuda": "13.0", "grassy": "0.1.0", "torch": "2.11", "python": "3.11"}
 
@@ -45,7 +48,9 @@ def test_what_pytest_says_at_its_end_is_counted():
     assert gpu_tests.counts("=== 2 failed, 3 passed, 1 error in 1s ===") == {"passed": 3, "failed": 2, "error": 1}
     assert gpu_tests.counts("") == {}
     files = {file for file, _ in gpu_tests.SHARES}
-    assert {str(ROOT / file) for file in files} == {str(file) for file in ROOT.glob("tests/test_cuda*.py")}
+    assert files == {f"tests/{file.name}" for file in ROOT.glob("tests/test_cuda*.py")} | {
+        "tests/test_gpu_benchmarks.py"
+    }
 
 
 def test_the_page_says_where_another_implementation_was_quicker():
@@ -79,6 +84,33 @@ def test_the_benchmark_of_iterations_runs_on_a_cpu(run):
     (row,) = result["rows"]
     assert (row["model"], row["batch"]) == ("resnet10t", 2)
     assert set(row["ms"]) == {"linear", "grassmann", "plain torch", "algorithm 1"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("model", ["resnet10t:2", "resnet18:8"])
+def test_the_benchmark_of_iterations_runs_on_a_gpu(run, model):
+    result = run("iteration", "--models", model, "--image-size", 64, "--rounds", 1, "--peers")
+    assert not result["failed"]
+    assert set(result["rows"][0]["ms"]) == {"linear", "grassmann", "plain torch", "algorithm 1"}
+    assert "peers_failed" not in result["rows"][0]
+
+
+def test_a_captured_graph_keeps_what_its_work_has_allocated(monkeypatch):
+    replayed = []
+    nothing = mock.MagicMock()
+    for name in ("Stream", "current_stream", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, nothing)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: mock.Mock(replay=lambda: replayed.append(1)))
+    state = torch.zeros(3)
+    alive = weakref.ref(state)
+    run = gpu.captured(lambda state=state: state.add_(1))
+    del state
+    gc.collect()
+    before = alive()
+    assert before is not None
+    run()
+    assert replayed == [1]
+    assert before.eq(4).all()  # three runs to warm up, one to capture, none by hand
 
 
 def step_results():

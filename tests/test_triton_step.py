@@ -200,6 +200,18 @@ def test_only_weights_that_fit_into_registers_are_taken():
     assert not triton_step.fits(torch.empty(2, 64, 8).mT)
 
 
+def test_what_is_quicker_streamed_goes_there_if_it_can(monkeypatch):
+    from grassy.ops import triton_step
+
+    quick, slow = [(2, 4, 2048), (2, 8, 512), (2, 5, 64)], [(2, 8, 513), (2, 5, 768)]
+    assert not any(triton_step.streamed(torch.empty(shape)) for shape in quick)
+    assert all(triton_step.streamed(torch.empty(shape)) for shape in slow)
+    assert all(triton_step.fits(torch.empty(shape)) for shape in quick + slow)
+    assert triton_step.streamed(torch.empty(2, 4, 4096))  # too large for registers
+    monkeypatch.setattr(triton_step.triton_stream, "fits", lambda _: False)  # a GPU of AMD
+    assert not any(triton_step.streamed(torch.empty(shape)) for shape in quick + slow)
+
+
 @pytest.mark.parametrize(("rows", "rate"), [(1, "fp32"), (2, "*fp32"), (4, "*fp64")])
 def test_the_kernel_compiles_for_a_gpu(rows, rate):
     """Which needs no GPU, and tells more than the interpreter does: types, for one, must agree."""

@@ -22,7 +22,7 @@ settings += [("parallel", None, False)]
 radians = (0.02, 0.5, 4.0)  # the usual way, that of larger turns, and that with care
 for (c, k, n), (transport, max_angle, maximize), turn in itertools.product(shapes, settings, radians):
     w = geometry.random_subspace(c, k, n)
-    assert not triton_step.fits(w) and triton_stream.fits(w)
+    assert triton_step.streamed(w)
     scale = 10 * turn / (k * n) ** 0.5
     d, m = scale * torch.randn_like(w), geometry.project(w, scale * torch.randn_like(w))
     if c > 1:

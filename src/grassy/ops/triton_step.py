@@ -1,8 +1,8 @@
 """The step of small classes on a GPU: one launch, one program a class, everything in registers.
 
-A class fits if its block of K x N numbers, both rounded up to powers of two, has at most `MAX_ELEMENTS`. Larger ones go
-to `triton_stream`, or to the reference. The arithmetic is float32 throughout, and follows `reference._step` line by
-line. With TRITON_INTERPRET=1 the kernel runs, slowly, on tensors of the CPU.
+A class fits if its block of K x N numbers, both rounded up to powers of two, has at most `MAX_ELEMENTS`. Larger ones,
+and some that are quicker there, go to `triton_stream`, or to the reference. The arithmetic is float32 throughout, and
+follows `reference._step` line by line. With TRITON_INTERPRET=1 the kernel runs, slowly, on tensors of the CPU.
 
 Learning rate and momentum may be tensors on the device, and nothing is read back: the step can live in a CUDA graph.
 """
@@ -20,7 +20,7 @@ from grassy.ops import reference, triton_stream
 from grassy.ops.reference import MAX_DOUBLINGS
 from grassy.ops.triton_matrices import cosm1_sinc, dot, largest_singular_value
 
-__all__ = ["fits", "geodesic_step"]
+__all__ = ["fits", "geodesic_step", "streamed"]
 
 #: Two such blocks, the weight and the tangent vector, in the registers of at most eight warps.
 MAX_ELEMENTS = 8192
@@ -28,6 +28,8 @@ MAX_ELEMENTS = 8192
 ELEMENTS_OF_A_WARP, MORE_ELEMENTS = 1024, 2048
 #: The loops over rows are unrolled: with 16 of them the kernel takes minutes to compile.
 MAX_ROWS = 8
+#: A block with more rows than this and more numbers takes longer here than streamed: 1.6 times with 8 x 768.
+QUICK_ROWS, QUICK_ELEMENTS = 4, 4096
 #: Variants of the kernels that have been launched in this process: the first launch of one compiles and loads it, which
 #: is forbidden while a CUDA graph is captured.
 _LAUNCHED: set[Hashable] = set()
@@ -39,9 +41,19 @@ CAPTURED_TOO_EARLY = (
 
 def fits(weight: Tensor) -> bool:
     """Whether the kernel takes a weight of this shape, dtype and layout."""
-    _, k, n = weight.shape
-    small = triton.next_power_of_2(k) * triton.next_power_of_2(n) <= MAX_ELEMENTS and k <= MAX_ROWS
+    small = _elements(weight) <= MAX_ELEMENTS and weight.shape[1] <= MAX_ROWS
     return small and weight.dtype == torch.float32 and weight.is_contiguous() and weight.numel() > 0
+
+
+def streamed(weight: Tensor) -> bool:
+    """Whether a weight goes to `triton_stream`: it does not fit here, or would take longer."""
+    slow = weight.shape[1] > QUICK_ROWS and _elements(weight) > QUICK_ELEMENTS
+    return triton_stream.fits(weight) and (slow or not fits(weight))
+
+
+def _elements(weight: Tensor) -> int:
+    _, k, n = weight.shape
+    return triton.next_power_of_2(k) * triton.next_power_of_2(n)
 
 
 def geodesic_step(
@@ -59,14 +71,14 @@ def geodesic_step(
     counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`reference.geodesic_step` in one launch, or a few. counts: two numbers to which those of this step are added."""
-    small, contiguous = fits(weight), momentum_buffer is None or momentum_buffer.is_contiguous()
+    parts, contiguous = streamed(weight), momentum_buffer is None or momentum_buffer.is_contiguous()
     max_angle = None if max_angle is None else float(max_angle)
     options: dict[str, Any] = {"transport": transport, "max_angle": max_angle, "maximize": maximize, "skip": skip}
-    taken = retraction != "qf" and contiguous and (small or triton_stream.fits(weight))
+    taken = retraction != "qf" and contiguous and (parts or fits(weight))
     if taken:
         grad = grad.contiguous()
         arguments = map(_kind, (weight, grad, momentum_buffer, lr, momentum, skip))
-        size = weight.shape[1:] if small else weight.shape  # of many classes, parts are taken, which may lie otherwise
+        size = weight.shape if parts else weight.shape[1:]  # parts of many classes may lie otherwise in memory
         aligned = counts is None or counts.data_ptr() % 16 == 0
         variant = (weight.device, *size, transport, max_angle is None, maximize, aligned, *arguments)
         if variant not in _LAUNCHED and _capturing(weight):
@@ -80,7 +92,7 @@ def geodesic_step(
         return counts[0], counts[1]
     if counts is None:
         counts = torch.zeros(2, dtype=torch.int64, device=weight.device)
-    launch = _launch if small else triton_stream.launch
+    launch = triton_stream.launch if parts else _launch
     launch(weight, grad, momentum_buffer, counts, lr, momentum, **options)
     _LAUNCHED.add(variant)
     # As torch does itself, so that autograd notices.
