@@ -70,6 +70,18 @@ def test_auto_is_resolved_when_the_head_is_made():
     assert grassy.GrassmannHead(4, 1, k=4, gamma="auto").gamma == recommended_gamma(2, 4, 4)
 
 
+def test_auto_without_normalisation_takes_the_length_of_standardised_features_into_account():
+    options = {"k": 4, "gamma": "auto", "standardize": True}
+    head = grassy.GrassmannHead(64, 10, normalize=False, **options)
+    usual = grassy.GrassmannHead(64, 10, **options)
+    assert head.gamma == pytest.approx(usual.gamma / 8, rel=1e-3)
+    x = 3 + 5 * torch.rand(4096, 64)  # whose length before standardising says nothing
+    long, scaled = (float(each(x).square().mean().sqrt()) for each in (head, usual))
+    assert long == pytest.approx(scaled, rel=0.2)  # logits of the same size
+    with pytest.raises(ValueError, match="known length: with normalize=False give a number"):
+        grassy.GrassmannHead(64, 10, k=4, gamma="auto", normalize=False)
+
+
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="gamma must be positive or 'auto', got 'large'"):
         grassy.GrassmannHead(8, 3, k=2, gamma="large")

@@ -1,5 +1,6 @@
 """The pictures of docs/results.md: what k does, and top-1 against transfer."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable
@@ -45,10 +46,11 @@ def pictures(study: Study, folder: Path) -> str:
             color = {"grassmann": "C0", "softmax": "C1"}.get(kind, "C2")
             axis.errorbar(x, y, dy, dx, marker="o", capsize=2, color=color, label=kind)
         means = {row: (x, y) for row, ((x, _), (y, _)) in places.items()}
-        axis.plot(*zip(*best_of_both(means.values()), strict=True), color="gray", linestyle=":", zorder=0)
+        front = best_of_both(means.values())
+        axis.plot(*zip(*front, strict=True), color="gray", linestyle=":", zorder=0)
         axis.set(xlabel="top-1 on CIFAR-100, %", ylabel="mean transfer, %")
         axis.margins(0.08)
-        name_points(axis, means)
+        name_points(axis, means, front)
         kinds = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
         axis.legend(kinds.values(), kinds, loc="lower left", frameon=False)
         figure.savefig(folder / "results-front.png", dpi=150)
@@ -68,13 +70,17 @@ def best_of_both(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
     return found[::-1]
 
 
-def name_points(axis: Any, points: dict[str, tuple[float, float]]) -> None:
-    """Names beside points, where they lie on as few names and points that are there already as possible."""
+def name_points(axis: Any, points: dict[str, tuple[float, float]], line: list[tuple[float, float]]) -> None:
+    """Names beside points, where they lie on as few names, points and dots of a line as possible."""
+    import numpy as np
     from matplotlib.transforms import Bbox
 
     axis.figure.draw_without_rendering()  # sizes of text are known after that
     spots = axis.transData.transform(list(points.values()))
     taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in spots]
+    corners = axis.transData.transform(line)
+    dots = [dot for ends in itertools.pairwise(corners) for dot in np.linspace(*ends, 50)]
+    taken += [Bbox.from_bounds(x - 1, y - 1, 2, 2) for x, y in dots]
     sides = [
         ("left", 5, 5),
         ("left", 5, -9),

@@ -1,6 +1,7 @@
 """One subspace a class: the Grassmann class representation (paper, Section 4.1)."""
 
 import functools
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, Self
@@ -27,7 +28,8 @@ class GrassmannHead(Head):
 
     k: dimension of the subspaces, one for all or one for each class. Classes of a smaller dimension than the largest
         have zero rows, which stay zero.
-    gamma: the length that features are scaled to, 25 in the paper for 1,000 classes. "auto" is `recommended_gamma`.
+    gamma: the length that features are scaled to, 25 in the paper for 1,000 classes. "auto" is `recommended_gamma`,
+        divided by √N for features that are standardised and not normalised, whose length is about that.
     learnable_gamma: make gamma a parameter, starting from the given value.
     normalize: False keeps the length of the features and multiplies by gamma (an ablation of the paper's).
     riemannian: False makes the weight an ordinary parameter, which loses its orthonormality (another ablation).
@@ -68,7 +70,11 @@ class GrassmannHead(Head):
                 stacklevel=2,
             )
         if gamma == "auto":
+            if not normalize and not standardize:
+                raise ValueError("gamma='auto' is for features of a known length: with normalize=False give a number")
             gamma = recommended_gamma(num_classes, dims, in_features)
+            if not normalize:  # standardised features have a length of √N, in the mean of squares
+                gamma = float(f"{gamma / math.sqrt(in_features):.4g}")
         if isinstance(gamma, str) or not gamma > 0:
             raise ValueError(f"gamma must be positive or 'auto', got {gamma!r}")
         self.normalize = normalize
