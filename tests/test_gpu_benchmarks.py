@@ -14,7 +14,9 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks import gpu, gpu_tests, performance_page, performance_step  # noqa: E402
+from benchmarks import gpu, gpu_tests, performance_page, performance_step, step_plans  # noqa: E402
+
+from grassy.ops import cuda_step  # noqa: E402
 
 FACTS = {"date": "2026-01-02", "gpu": "Some GPU", "cuda": "13.0", "grassy": "0.1.0", "torch": "2.11", "python": "3.11"}
 
@@ -111,6 +113,43 @@ def test_a_captured_graph_keeps_what_its_work_has_allocated(monkeypatch):
     run()
     assert replayed == [1]
     assert before.eq(4).all()  # three runs to warm up, one to capture, none by hand
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 6)])
+@pytest.mark.parametrize(("k", "n"), [(8, 384), (8, 1024), (4, 100), (1, 7), (16, 512)])
+def test_the_plans_that_are_tried_differ_and_fit(k, n, capability):
+    own, *others = step_plans.candidates(k, n, capability)
+    assert own == cuda_step.plan(k, n, capability)
+    assert others
+    assert len({own, *others}) == 1 + len(others)
+    for chosen in others:
+        assert chosen.cluster * chosen.columns >= n
+        assert chosen.cluster == 1 or capability == (9, 0)
+        assert chosen.blocks * (chosen.shared_bytes + 1024) <= 1024 * (228 if capability == (9, 0) else 100)
+        assert chosen.blocks * chosen.warps * 32 * 64 <= 2**16
+        # What launch.cuh asserts.
+        team, buffers = chosen.warps, chosen.warps // (chosen.turns if chosen.rows == 8 else 2)
+        assert team % buffers == 0
+        assert chosen.warps % (chosen.rows // 8) == 0
+        assert 32 * chosen.warps >= (32 if chosen.rows == 8 else chosen.rows**2 // 4)
+    before = cuda_step.plan, cuda_step._pause
+    with step_plans.taken(others[0], 0.5):
+        assert cuda_step.plan(k, n, capability) == others[0]
+        assert cuda_step._pause(others[0], rounds=False) > 0
+    assert (cuda_step.plan, cuda_step._pause) == before
+
+
+def test_a_thousand_small_classes_can_be_one_round():
+    plans = list(step_plans.candidates(8, 384, (9, 0)))
+    assert any(132 * chosen.blocks // chosen.cluster >= 1000 and chosen.warps == 4 for chosen in plans)
+
+
+@pytest.mark.parametrize("shape", ["8x384", "1000x8", "0x8x384", "1000xax384", "1000x32x384"])
+def test_a_shape_that_cannot_be_tried_is_refused(shape, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["step_plans", shape])
+    with pytest.raises(SystemExit):
+        step_plans.main()
+    assert f"got '{shape}'" in capsys.readouterr().err
 
 
 def step_results():

@@ -53,12 +53,13 @@ class Plan(NamedTuple):
     warps: int
     blocks: int  # that a multiprocessor is meant to hold at once, which bounds the registers of each
     classes: int = 1
+    turns: int = 1  # in which the warps add up their sums, if there are 8 rows: more turns take less shared memory
 
     @property
     def shared_bytes(self) -> int:
         matrix = self.rows**2
         sums = 128 * {8: 2, 16: 6, 32: 20}[self.rows]  # TILES of 128 numbers
-        buffers = {8: self.warps, 16: self.warps // 2, 32: 2}[self.rows]
+        buffers = {8: self.warps // self.turns, 16: self.warps // 2, 32: 2}[self.rows]
         exchanged = 0 if self.cluster == 1 else sums * {8: 1, 16: 0, 32: 2}[self.rows]
         columns = 2 * self.classes * self.k * (self.columns + 4) + 32
         return 4 * (columns + exchanged + matrix + max(8 * matrix, buffers * sums))
@@ -202,7 +203,7 @@ def geodesic_steps(
         values = [0.0 if isinstance(value, Tensor) else float(value) for value in (lr, momentum)]
         values.append(0.0 if max_angle is None else float(max_angle))
         verdicts, ahead = weight, _bringing_ahead(kernel, chosen, n, weight.device)
-        pause = _pause(chosen) if clusters > ahead else 0
+        pause = _pause(chosen, clusters > ahead)
         if _streamed(chosen):
             kernels = _stream_kernels(*types, weight.device)
             verdicts = cuda_stream.steps(kernels, heads, clusters, weight, pointers, values, k, n, flags)
@@ -245,9 +246,11 @@ def _kernel(chosen: Plan, grad_is_bf16: bool, momentum_is_bf16: bool, device: to
         return compile_kernels(source(), ["step"], macros, capability)[0]
 
 
-def _pause(chosen: Plan) -> int:
-    """Nanoseconds between blocks of a multiprocessor that begin a launch: until memory has delivered what one loads."""
-    return round(MEMORY_NS_PER_KIB * 12 * chosen.classes * chosen.k * chosen.columns / 1024)
+def _pause(chosen: Plan, rounds: bool) -> int:
+    """Nanoseconds between blocks of a multiprocessor that begin a launch: until memory has delivered what one loads, if
+    there is more than one round of them.
+    """
+    return round(MEMORY_NS_PER_KIB * 12 * chosen.classes * chosen.k * chosen.columns / 1024) if rounds else 0
 
 
 def _streamed(chosen: Plan) -> bool:
@@ -278,6 +281,7 @@ def defines(chosen: Plan, grad_is_bf16: bool, momentum_is_bf16: bool) -> dict[st
         "CLUSTER": chosen.cluster,
         "WARPS": chosen.warps,
         "BLOCKS": chosen.blocks,
+        "TURNS": chosen.turns,
         "HEADS": HEADS,
         "GRAD_BF16": int(grad_is_bf16),
         "MOMENTUM_BF16": int(momentum_is_bf16),

@@ -7,7 +7,7 @@
 #define TILES (ROWS == 8 ? 2 : ROWS == 16 ? 6 : 20)  // 16 x 8 pieces of the Gram matrices
 #define TEAMS (ROWS == 32 ? 2 : 1)      // warps share the tiles, of which there are too many for the registers of one
 #define TEAM (WARPS / TEAMS)            // warps that add up the same tiles
-#define BUFFERS (ROWS == 8 ? WARPS : ROWS == 16 ? WARPS / 2 : 2)  // places in which the warps of a team do so at once
+#define BUFFERS (ROWS == 8 ? WARPS / TURNS : ROWS == 16 ? WARPS / 2 : 2)  // places where warps of a team do so at once
 #define CHAINS (ROWS == 8 ? 3 : 1)       // sums that do not wait for each other; more rows have enough tiles for that
 #define MIDDLE (ROWS == 8 ? 32 : MATRIX / 4)  // threads for the k x k matrices, four entries each
 static_assert(MIDDLE <= THREADS && TEAM % BUFFERS == 0 && WARPS % GROUPS == 0, "more warps are needed");

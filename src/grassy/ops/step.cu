@@ -22,8 +22,8 @@
 // matrices are zero but for two blocks on the diagonal, unless one of them needs more than the usual.
 //
 // Compile with -DROWS=8|16|32 (k rounded up, or 2 k for pairs), -DPAIRS=0|1, -DCLUSTER=1|2|4|8, -DWARPS=2|4|8|16,
-// -DBLOCKS= how many of these thread blocks a multiprocessor is to hold, -DHEADS= how many heads a launch may have,
-// -DGRAD_BF16=0|1, -DMOMENTUM_BF16=0|1.
+// -DBLOCKS= how many of these thread blocks a multiprocessor is to hold, -DTURNS=1|2 in which warps add up their sums, if
+// there are 8 rows, -DHEADS= how many heads a launch may have, -DGRAD_BF16=0|1, -DMOMENTUM_BF16=0|1.
 
 #include "hardware.cuh"
 #include "launch.cuh"
