@@ -13,10 +13,10 @@ def step(result: Result, images: Path) -> list[str]:
     rows, bandwidth = result["rows"], result["copy_bytes_per_ms"]
     ratios = [row["step_over_floor"] for row in rows if row["k"] <= MOST_ROWS]
     larger = "".join(f", {row['step_over_floor']:.2f} with k = {row['k']}" for row in rows if row["k"] > MOST_ROWS)
-    launches = [row["launch_ms"] for row in rows if "launch_ms" in row]
+    launches = [1e3 * row["launch_ms"] for row in rows if "launch_ms" in row]
     usual = [row for row in rows if row["k"] <= MOST_ROWS]
     dirty = [row["dirty_step_over_floor"] for row in usual if "dirty_step_over_floor" in row]
-    among = [row["in_graph_ms"]["launch"] for row in rows if "in_graph_ms" in row]
+    among = [1e3 * row["in_graph_ms"]["launch"] for row in rows if "in_graph_ms" in row]
     far = [row["far_step_over_floor"] for row in rows if "far_step_over_floor" in row]
     intensity = {row["k"]: 12 * row["k"] / 20 for row in rows}
     least, most = min(intensity), max(intensity)
@@ -37,15 +37,15 @@ def step(result: Result, images: Path) -> list[str]:
             else ""
         )
         + (
-            f" Each figure contains a launch, {1e3 * min(launches):.1f} µs for a kernel that does next to nothing; the "
-            "column `copy` is a kernel that does nothing but copy as many bytes."
+            f" Each figure contains a launch, {between(launches, '.1f')} µs for a kernel that does next to nothing; "
+            "the column `copy` is a kernel that does nothing but copy as many bytes."
             if launches
             else ""
         )
         + (
             " In training the step is one of many kernels, often in one graph, and the launch of that graph is not its "
             "to pay for. Two columns have it so: between two events that are nodes of a graph whose other "
-            f"nodes empty the cache. A kernel that does next to nothing takes {1e3 * min(among):.1f} µs there."
+            f"nodes empty the cache. A kernel that does next to nothing takes {between(among, '.1f')} µs there."
             if among
             else ""
         )

@@ -10,6 +10,7 @@ launch one is not in it, and where it turns far.
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,15 @@ def svd_step(s: Tensor, m: Tensor, d: Tensor, lr: float = LR) -> None:
     s.copy_(((s @ vt.mT) * (lr * sigma).cos().unsqueeze(-2) + u * (lr * sigma).sin().unsqueeze(-2)) @ vt)
 
 
-def streamed_step(w: Tensor, d: Tensor, m: Tensor, counts: Tensor) -> None:
-    """By the kernels of large classes, of one that fits into registers."""
-    from grassy.ops import triton_stream  # not everyone has Triton
+def other_way(w: Tensor, d: Tensor, m: Tensor, counts: Tensor) -> tuple[str, Callable[[], None]]:
+    """Of a class that fits into registers: the kernel in Triton that it does not go to."""
+    from grassy.ops import triton_step, triton_stream  # not everyone has Triton
 
-    options = {"transport": "projection", "max_angle": None, "maximize": False, "skip": None}
-    triton_stream.launch(w, d, m, counts, LR, MOMENTUM, **options)  # type: ignore[arg-type]
+    name, launch = ("streamed", triton_stream.launch)
+    if triton_step.streamed(w):
+        name, launch = ("in registers", triton_step._launch)
+    options: dict[str, Any] = {"transport": "projection", "max_angle": None, "maximize": False, "skip": None}
+    return f"triton, {name}", lambda: launch(w, d, m, counts, LR, MOMENTUM, **options)
 
 
 def measure(classes: int, k: int, n: int, bandwidth: float, peers: bool) -> dict[str, Any]:
@@ -57,8 +61,9 @@ def measure(classes: int, k: int, n: int, bandwidth: float, peers: bool) -> dict
 
     names = ["auto", *others, "reference"]
     contestants = {name: captured(lambda name=name: step(name)) for name in names}
-    if "triton" in (chosen, *others) and not ops._load("triton").streamed(w):  # else `triton` is that already
-        contestants["triton, streamed"] = captured(lambda: streamed_step(w, d, m, counts))
+    if "triton" in (chosen, *others) and ops._load("triton").fits(w):
+        name, launch = other_way(w, d, m, counts)
+        contestants[name] = captured(launch)
     contestants["launch"] = captured(lambda: counts.add_(0))  # next to nothing: what comes with every launch
     source = torch.empty(5 * w.numel() // 2, device="cuda")
     target = torch.empty_like(source)

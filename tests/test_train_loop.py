@@ -222,6 +222,9 @@ def test_what_is_worth_knowing_of_a_model_is_said(tmp_path, capsys):
     train(tiny_recipe(**small), data, tmp_path / "run")
     rule = recommended_gamma(3, 2, weights(tmp_path / "run")["head.weight"].shape[-1])
     assert f"gamma 25 is much for 3 classes: head.gamma=auto would take {rule:g}\n" in capsys.readouterr().err
+    long = {"standardize": True, "normalize": False}  # then a factor of what is longer than 1 already
+    train(tiny_recipe(**small | {"head": small["head"] | long}), data, tmp_path / "long")
+    assert "gamma 25 is much for 3 classes: head.gamma=auto would take " in capsys.readouterr().err
     start = str(tmp_path / "run" / "last.safetensors")
     small["head"]["gamma"] = rule
     for images, taken in (

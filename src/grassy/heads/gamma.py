@@ -27,6 +27,17 @@ def recommended_gamma(num_classes: int, k: int | Sequence[int] = PAPER_K, in_fea
     return round(_needed(num_classes, k, in_features) / paper_share(), 2)
 
 
+def automatic_gamma(
+    num_classes: int, k: int | Sequence[int], in_features: int, normalize: bool, standardize: bool
+) -> float | None:
+    """What gamma="auto" is for a head with such options; None if it has no way to know how long features are."""
+    rule = recommended_gamma(num_classes, k, in_features)
+    if normalize:
+        return rule
+    # Standardised features have a length of √N, in the mean of squares.
+    return float(f"{rule / math.sqrt(in_features):.4g}") if standardize else None
+
+
 def paper_share() -> float:
     """The share a of `recommended_gamma`: how far out features must stand for the paper's γ to give p = 0.9."""
     return _needed(PAPER_CLASSES, PAPER_K, PAPER_WIDTH) / PAPER_GAMMA

@@ -1,7 +1,6 @@
 """One subspace a class: the Grassmann class representation (paper, Section 4.1)."""
 
 import functools
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, Self
@@ -12,7 +11,7 @@ from torch.nn import functional as F
 
 from grassy import geometry, ops
 from grassy.heads.base import Criterion, Head, positive_integer
-from grassy.heads.gamma import recommended_gamma
+from grassy.heads.gamma import automatic_gamma
 
 REPAIR_ABOVE = 1e-5
 REFUSE_ABOVE = 0.1
@@ -70,11 +69,10 @@ class GrassmannHead(Head):
                 stacklevel=2,
             )
         if gamma == "auto":
-            if not normalize and not standardize:
+            automatic = automatic_gamma(num_classes, dims, in_features, normalize, standardize)
+            if automatic is None:
                 raise ValueError("gamma='auto' is for features of a known length: with normalize=False give a number")
-            gamma = recommended_gamma(num_classes, dims, in_features)
-            if not normalize:  # standardised features have a length of √N, in the mean of squares
-                gamma = float(f"{gamma / math.sqrt(in_features):.4g}")
+            gamma = automatic
         if isinstance(gamma, str) or not gamma > 0:
             raise ValueError(f"gamma must be positive or 'auto', got {gamma!r}")
         self.normalize = normalize

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from grassy.heads import GrassmannHead, Head, recommended_gamma
+from grassy.heads import GrassmannHead, Head
+from grassy.heads.gamma import automatic_gamma
 from grassy.spelling import nearest
 from grassy.surgery import replace_head
 from grassy.torchvision_import import import_torchvision
@@ -38,10 +39,11 @@ def build_model(recipe: Recipe, num_classes: int, say: Callable[[str], None] = l
 
 def _check_gamma(head: Head, say: Callable[[str], None]) -> None:
     """The paper's gamma is for 1,000 classes; with few of them it makes a network confident too early."""
-    if not isinstance(head, GrassmannHead) or not head.normalize:
+    if not isinstance(head, GrassmannHead):
         return
-    rule = recommended_gamma(head.num_classes, head.dims.tolist(), head.in_features)
-    if head.initial_gamma > MUCH * rule:
+    options = {"normalize": head.normalize, "standardize": head.batch_norm is not None}
+    rule = automatic_gamma(head.num_classes, head.dims.tolist(), head.in_features, **options)
+    if rule is not None and head.initial_gamma > MUCH * rule:
         say(f"gamma {head.initial_gamma:g} is much for {head.num_classes} classes: head.gamma=auto would take {rule:g}")
 
 
