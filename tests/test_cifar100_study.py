@@ -184,9 +184,79 @@ def test_a_worker_that_is_killed_is_said_in_one_line(data, tmp_path, monkeypatch
 def test_other_results_than_our_own_do_not_change_our_pages(tmp_path, monkeypatch, capsys):
     pages = [answer.ROOT / "docs" / "results.md", answer.ROOT / "README.md"]
     before = [page.read_text() for page in pages]
-    call(monkeypatch, answer, "--results", tmp_path / "none.jsonl")
+    first = plan({})[0].key
+    line = next(line for key, line in read(run.HERE / "results.jsonl").items() if key == first)
+    (tmp_path / "one.jsonl").write_text(json.dumps(line) + "\n")
+    call(monkeypatch, answer, "--results", tmp_path / "one.jsonl")
     assert [page.read_text() for page in pages] == before
     assert "not yet run" in capsys.readouterr().out
+
+
+def test_what_cannot_be_answered_or_run_is_said_in_one_line(data, tmp_path, monkeypatch, capsys):
+    own = run.HERE / "results.jsonl"
+    there = ["--data-dir", data, "--results", tmp_path / "new.jsonl"]
+    for module, words, said in (
+        (answer, ["--results", tmp_path / "none.jsonl"], f"there is no file of results {tmp_path / 'none.jsonl'}"),
+        (answer, ["--results", tmp_path], f"there is no file of results {tmp_path}"),
+        (answer, ["--results", own, "--set", "epochs=1"], "is of this plan: with --set, give what run had"),
+        (run, ["--list", "--set", "lr=["], "--set lr=[ is not YAML"),
+        (run, ["--list", "--set", "seed=5"], "--set seed=5: every run has a seed of its own, from the plan"),
+        (run, [*there, "--scratch", own], f"--scratch {own} is a file, not a folder"),
+        (run, [*there, "--device", "gpu"], "unknown device 'gpu'"),
+    ):
+        with pytest.raises(SystemExit):
+            call(monkeypatch, module, *words)
+        assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_rows_that_wait_for_trials_that_were_not_asked_for_say_so(data, tmp_path, monkeypatch, capsys):
+    where = ["--data-dir", data, "--results", tmp_path / "results.jsonl", "--scratch", tmp_path / "scratch"]
+    call(monkeypatch, run, *where, "--only", "finetune-*", "--set", *TINY)
+    assert "they wait for trials of grassmann-8, softmax, which --only leaves out" in capsys.readouterr().out
+
+
+def test_other_images_in_the_same_place_are_other_images(tmp_path):
+    view, place = measure.View(8, 1.0, "bilinear"), run.Place(tmp_path / "scratch", "cpu")
+    arrays = place.scratch / "data"
+    job = next(job for job in plan(read(run.HERE / "results.jsonl")) if (job.stage, job.row) == (FINAL, "softmax"))
+    seen, folders = [], []
+    for seed in (0, 1):
+        for name in ("cifar100", "cifar10", "flowers", "pets"):
+            tiny_arrays(tmp_path / "data" / name, images=30, classes=3, size=8, seed=seed)
+        measure.write_arrays(tmp_path / "data", arrays, view)
+        before = (arrays / "final" / "train.npz").stat().st_mtime_ns
+        measure.write_arrays(tmp_path / "data", arrays, view)  # nothing to do
+        assert (arrays / "final" / "train.npz").stat().st_mtime_ns == before
+        seen.append(measure.Lab.open(arrays, torch.device("cpu")).images["final"]["train"][0])
+        folders.append(run._start_folder(job, place))
+    assert not torch.equal(*seen)
+    assert folders[0] != folders[1]  # weights of the one are no start for the other
+
+
+def test_arrays_of_two_sources_are_never_taken_for_those_of_one(tmp_path, monkeypatch):
+    view, arrays = measure.View(8, 1.0, "bilinear"), tmp_path / "arrays"
+    for seed, folder in enumerate(("first", "second")):
+        for name in ("cifar100", "cifar10", "flowers", "pets"):
+            tiny_arrays(tmp_path / folder / name, images=30, classes=3, size=8, seed=seed)
+    measure.write_arrays(tmp_path / "first", arrays, view)
+    whole = measure.np.savez
+
+    def cut_short(path, **values):
+        if "final" in str(path):
+            raise KeyboardInterrupt
+        whole(path, **values)
+
+    monkeypatch.setattr(measure.np, "savez", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        measure.write_arrays(tmp_path / "second", arrays, view)
+    monkeypatch.undo()
+    measure.write_arrays(tmp_path / "first", arrays, view)
+    for name in ("cifar10", "pets"):
+        with (
+            measure.np.load(arrays / name / "train.npz") as kept,
+            measure.np.load(tmp_path / "first" / name / "train.npz") as own,
+        ):
+            assert (kept["x"] == own["x"]).all()
 
 
 def test_no_runs_at_once_is_refused_in_one_line(monkeypatch, capsys):
@@ -228,4 +298,4 @@ def test_weights_that_others_begin_with_are_trained_once_and_stay_what_they_are(
     assert not run._in_the_making(head.start, [everything], place)
     start = run._start(head.start, place, tmp_path / "none")
     assert (start.weights.read_text(), start.top1) == ("0", 70.0)
-    assert [each.name for each in kept.parent.iterdir()] == [softmax.key]
+    assert [each.name for each in kept.parent.iterdir()] == [f"{softmax.key}-none"]  # of no images yet

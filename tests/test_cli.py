@@ -144,3 +144,8 @@ def test_a_process_of_torchrun_ends_at_once_with_all_it_said(words, code):
     assert run.returncode == code
     assert ("digits-grassmann" in run.stdout) == (code == 0)
     assert bool(run.stderr) == (code != 0)
+
+
+def test_a_setting_that_is_given_as_a_flag_and_as_a_pair_is_refused(capsys):
+    assert cli.main(["train", "cifar100-resnet18-linear", "batch_size=4", "--batch-size", "8"]) != 0
+    assert "batch_size is given twice, as --batch-size and as batch_size=" in capsys.readouterr().err

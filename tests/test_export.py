@@ -10,8 +10,10 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import timm
 import torch
 
+import grassy
 from grassy.heads import HEADS
 from grassy.training import export as exporting
 from grassy.training.checkpoint import BEST, Description, load, save_weights
@@ -236,3 +238,17 @@ def test_the_callers_random_numbers_are_left_alone(checkpoint, tmp_path):
     torch.manual_seed(5)
     export(checkpoint, tmp_path / "model.pt2")
     np.testing.assert_array_equal(torch.rand(3), expected)
+
+
+def test_options_of_a_head_may_be_numbers_of_numpy_and_ranges(tmp_path):
+    model = timm.create_model("test_resnet", num_classes=3)
+    options = {"k": range(1, 4), "gamma": np.float64(9.5)}
+    grassy.replace_head(model, "grassmann", **options)
+    description = Description("test_resnet", num_classes=3, head={"name": "grassmann", **options})
+    save_weights(model, description, tmp_path / "model.safetensors")
+    again = load(tmp_path / "model.safetensors").get_classifier()
+    assert (again.gamma, again.dims.tolist()) == (9.5, [1, 2, 3])
+    strange = Description("test_resnet", num_classes=3, head={"name": "grassmann", "k": {2}})
+    with pytest.raises(TypeError, match=r"a description cannot hold \{2\}, a set"):
+        save_weights(model, strange, tmp_path / "strange.safetensors")
+    assert not (tmp_path / "strange.safetensors").exists()

@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -194,3 +195,34 @@ def test_a_weight_with_a_class_that_has_no_direction_is_refused():
         head.load_state_dict({"weight": weight})
     with pytest.raises(ValueError, match="class 0 has no direction, its rows are zero, and so have 4 others"):
         head.load_state_dict({"weight": torch.zeros(5, 4, 16)})
+
+
+@pytest.mark.parametrize("option", ["normalize", "learnable_gamma", "riemannian", "fuse_loss", "standardize"])
+@pytest.mark.parametrize("value", ["no", "none", 0, None])
+def test_an_option_that_is_true_or_false_is_nothing_else(option, value):
+    with pytest.raises(TypeError, match=f"{option} must be True or False, got {value!r}"):
+        grassy.GrassmannHead(8, 3, k=2, **{option: value})
+
+
+def test_numbers_that_make_no_sense_are_refused_and_those_of_numpy_taken():
+    for value in (True, None, float("inf"), float("nan"), -1, "large"):
+        with pytest.raises(ValueError, match=f"gamma must be positive or 'auto', got {value!r}"):
+            grassy.GrassmannHead(8, 3, k=2, gamma=value)
+    for k in (True, [2, True, 2], 0, 2.0):
+        with pytest.raises(ValueError, match="k must be a positive integer, got"):
+            grassy.GrassmannHead(8, 3, k=k)
+    for value in ("a", None, True, 1.0):
+        with pytest.raises(ValueError, match=rf"dropout must lie in \[0, 1\), got {value!r}"):
+            grassy.GrassmannHead(8, 3, k=2, dropout=value)
+    head = grassy.GrassmannHead(8, 3, k=numpy.array([1, 2, 2]), gamma=numpy.float32(20))
+    assert type(head.gamma) is float
+
+
+def test_rows_that_are_no_longer_orthonormal_still_tell_what_lies_outside_their_span():
+    head = grassy.GrassmannHead(8, 3, k=2, riemannian=False).eval()
+    x = torch.randn(50, 8)
+    before = head.outlier_score(x)
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor([[3.0, 1.0], [0.0, 0.2]]) @ head.weight)
+    assert torch.allclose(head.outlier_score(x), before, atol=1e-5)
+    assert before.min() > 0

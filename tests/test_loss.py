@@ -174,6 +174,26 @@ def test_two_heads_of_a_distilled_model_in_training_count_the_same(name):
     assert torch.allclose(grassy.classification_loss(model, x, y), sum(losses) / 2)
 
 
+@pytest.mark.parametrize(("name", "options"), [("grassmann", {"fuse_loss": True}), ("multi", {}), ("softtriple", {})])
+def test_where_a_model_averages_the_logits_of_its_heads_the_loss_is_that_of_the_average(name, options):
+    x, y = torch.randn(B, N), torch.randint(0, C, (B,))
+    heads = [grassy.create_head(name, N, C, **options) for _ in range(2)]
+    averaged = Returning(heads, lambda x, *outputs: sum(outputs) / len(outputs)).eval()
+    expected = nn.functional.cross_entropy(sum(head.scores(x) for head in heads) / 2, y)
+    assert torch.allclose(grassy.classification_loss(averaged, x, y), expected)
+    if name == "grassmann":  # in training, too
+        assert torch.allclose(grassy.classification_loss(averaged.train(), x, y), expected)
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(reduction="none"), lambda x, y: (x.sum(-1) - y).square()])
+def test_a_criterion_that_cannot_be_fused_gets_the_logits(criterion):
+    x, y = torch.randn(B, N), torch.randint(0, C, (B,))
+    head = grassy.GrassmannHead(N, C, fuse_loss=True)
+    found = grassy.classification_loss(nn.Sequential(head), x, y, criterion)
+    assert found.shape == (B,)
+    assert torch.equal(found, criterion(head(x), y))
+
+
 def test_a_head_with_a_loss_of_its_own_whose_result_the_model_changes_is_refused():
     x, y = torch.randn(B, N), torch.randint(0, C, (B,))
     changed = Returning([grassy.create_head("multi", N, C)], lambda x, loss: loss + x)

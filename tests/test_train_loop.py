@@ -81,6 +81,17 @@ def test_the_turn_that_is_logged_is_the_angle_between_old_and_new_subspaces(tmp_
         assert largest_turn(optimizer) == pytest.approx(float(angles.max()), rel=tolerance)
 
 
+def test_a_gradient_that_is_not_finite_does_not_keep_the_turn_from_being_logged():
+    from grassy.training.diagnostics import largest_turn
+
+    head = grassy.create_head("grassmann", 6, 4, k=2)
+    optimizer = grassy.make_optimizer(head, "sgd", lr=0.05, head_momentum=0.0)
+    head.weight.grad = grassy.geometry.project(head.weight.detach(), torch.randn(4, 2, 6))
+    whole = largest_turn(optimizer)
+    head.weight.grad = torch.cat([head.weight.grad[:3], torch.full((1, 2, 6), 1e30)])  # its square is infinite
+    assert 0 < largest_turn(optimizer) <= whole
+
+
 @pytest.mark.parametrize("head", ["linear", "cosine", "arcface", "multi", "softtriple", "subcenter-arcface"])
 def test_every_head_trains(tmp_path, head):
     train(tiny_recipe(head={"name": head}, epochs=1), tiny_arrays(tmp_path / "data"), tmp_path / "run")
@@ -213,6 +224,8 @@ def test_an_average_that_will_not_leave_its_beginning_is_said_so(tmp_path, capsy
     data = tiny_arrays(tmp_path / "data")
     train(tiny_recipe(model_ema=True, epochs=1), data, tmp_path / "slow")
     assert "the average of the weights will still be 100% what training begins with" in capsys.readouterr().err
+    train(tiny_recipe(model_ema=True, model_ema_decay=0.9, epochs=1), data, tmp_path / "short")
+    assert "; train for longer, or without it" in capsys.readouterr().err
     train(tiny_recipe(model_ema=True, model_ema_decay=0.1, epochs=1), data, tmp_path / "fast")
     assert "the average of the weights" not in capsys.readouterr().err
 
@@ -225,6 +238,8 @@ def test_what_is_worth_knowing_of_a_model_is_said(tmp_path, capsys):
     long = {"standardize": True, "normalize": False}  # then a factor of what is longer than 1 already
     train(tiny_recipe(**small | {"head": small["head"] | long}), data, tmp_path / "long")
     assert "gamma 25 is much for 3 classes: head.gamma=auto would take " in capsys.readouterr().err
+    train(tiny_recipe(**small | {"head": small["head"] | {"normalize": False}}), data, tmp_path / "free")
+    assert "gamma 25 multiplies features that keep their length" in capsys.readouterr().err
     start = str(tmp_path / "run" / "last.safetensors")
     small["head"]["gamma"] = rule
     for images, taken in (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from experiments.cifar100.claims import FEWEST, NOT_YET, Study, claims, verdict
 from experiments.cifar100.pictures import pictures
-from experiments.cifar100.plan import CONTESTANTS, FIRST_CONTESTANTS, GOAL, HEADS, SETS, TUNE, VARIANTS, Job, read
+from experiments.cifar100.plan import CONTESTANTS, FIRST_CONTESTANTS, GOAL, HEADS, SETS, TUNE, VARIANTS, Job, plan, read
 
 ROOT = Path(__file__).parent.parent.parent
 OWN_RESULTS = Path(__file__).parent.resolve() / "results.jsonl"
@@ -214,10 +214,16 @@ def main() -> None:
     args.pages = args.pages or []
     if missing := next((page for page in args.pages if not page.is_file()), None):
         parser.error(f"there is no page {missing}")
+    if not args.results.is_file():
+        parser.error(f"there is no file of results {args.results}")
     try:
-        study = Study(read(args.results), args.overrides)
+        lines = read(args.results)
+        study = Study(lines, args.overrides)
+        known = {job.key for job in plan(lines, args.overrides) if job.base}
     except (ValueError, TypeError) as error:
         parser.error(str(error))
+    if not known & lines.keys():
+        parser.error(f"none of the {len(lines)} runs in {args.results} is of this plan: with --set, give what run had")
     blocks = {
         "about": about(study),
         "short": short_list(study),

@@ -3,6 +3,7 @@
 The protocol is that of `grassy transfer`; images stay on the device between jobs, since all models take the same ones.
 """
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from grassy.transfer.protocol import accuracy
 
 Labelled = tuple[Tensor, Tensor]  # uint8 (N, 3, H, W), labels (N,), on the device
 BATCH, WORKERS = 1000, 4
+#: What the arrays were made of, in a file beside them, and how many images of each split are compared with it.
+STAMP, LOOKED_AT = "source.json", 16
 
 
 class View(NamedTuple):
@@ -61,14 +64,16 @@ def split(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def write_arrays(data_dir: Path, folder: Path, view: View) -> None:
     """All images as models see them, in .npz files: FOLDER/tune, where held-out images take the place of the test
-    images, FOLDER/final, and a folder for each transfer set. What is there already, from the same place, is left.
+    images, FOLDER/final, and a folder for each transfer set. What is there already, of the same images, is left.
     """
-    stamp, source = folder / "source.json", json.dumps([str(data_dir), *view, HELD_OUT, HELD_OUT_SEED])
+    sets = {name: find_set(name, data_dir) for name in ("cifar100", *SETS)}
+    looks = [_look(images) for data in sets.values() for images in (data.train, data.test)]
+    stamp, source = folder / STAMP, json.dumps([str(data_dir), *view, HELD_OUT, HELD_OUT_SEED, looks])
     if stamp.exists() and stamp.read_text() == source:
         return
+    stamp.unlink(missing_ok=True)  # from here on until all is written there is something of both
     parts = {}
-    for name in ("cifar100", *SETS):
-        data = find_set(name, data_dir)
+    for name, data in sets.items():
         parts[name] = {"train": _arrays(data.train, view), "test": _arrays(data.test, view)}
     parts["final"] = parts.pop("cifar100")
     x, y = parts["final"]["train"]
@@ -79,6 +84,16 @@ def write_arrays(data_dir: Path, folder: Path, view: View) -> None:
         for part, (images, labels) in splits.items():
             np.savez(folder / name / f"{part}.npz", x=images, y=labels)
     stamp.write_text(source)
+
+
+def _look(images: Images) -> str:
+    """A digest by which other images are told from these: of their number, their labels, and some of them."""
+    labels = images.labels()
+    digest = hashlib.sha256(b"" if labels is None else np.asarray(labels, np.int64).tobytes())
+    for index in np.linspace(0, len(images) - 1, LOOKED_AT).astype(int).tolist():
+        image, label = images.load(index)
+        digest.update(np.asarray(image).tobytes() + str(label).encode())
+    return f"{len(images)}-{digest.hexdigest()[:16]}"
 
 
 def _arrays(images: Images, view: View) -> tuple[np.ndarray, np.ndarray]:

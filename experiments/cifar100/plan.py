@@ -339,8 +339,16 @@ def _recipe(base: str, changes: str) -> Recipe:
 def _parsed(overrides: tuple[str, ...]) -> dict[str, Any]:
     import yaml
 
-    pairs = (override.partition("=") for override in overrides)
-    return {key: yaml.safe_load(value) for key, _, value in pairs}
+    found = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "seed":
+            raise ValueError(f"--set {override}: every run has a seed of its own, from the plan")
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"--set {override} is not YAML: {' '.join(str(error).split())}") from None
+    return found
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import contextlib
 import fnmatch
 import functools
 import gc
+import hashlib
 import json
 import math
 import multiprocessing
@@ -29,8 +30,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from experiments.cifar100.measure import Lab, View, check, write_arrays
-from experiments.cifar100.plan import FINAL, STARTS, TUNE, Job, Lines, plan, read, seconds, to_do
+from experiments.cifar100.measure import STAMP, Lab, View, check, write_arrays
+from experiments.cifar100.plan import (
+    CONTESTANTS,
+    FINAL,
+    STARTS,
+    TUNE,
+    VARIANTS,
+    Job,
+    Lines,
+    Variant,
+    plan,
+    read,
+    seconds,
+    to_do,
+)
 from grassy.heads.base import Head
 from grassy.spelling import nearest
 from grassy.training.checkpoint import LAST
@@ -160,8 +174,10 @@ def keep_start(weights: Path, top1: float, kept: Path) -> None:
 
 
 def _start_folder(job: Job, place: Place) -> Path:
-    """Where the weights of a run are kept that others begin with."""
-    return place.scratch / "starts" / job.key
+    """Where the weights of a run are kept that others begin with, of the images that are there now."""
+    stamp = place.scratch / "data" / STAMP
+    images = hashlib.sha256(stamp.read_bytes()).hexdigest()[:8] if stamp.exists() else "none"
+    return place.scratch / "starts" / f"{job.key}-{images}"
 
 
 @functools.cache
@@ -217,6 +233,8 @@ def main() -> None:
         parser.error(f"--jobs must be at least 1, got {args.jobs}")
     if args.results.is_dir():
         parser.error(f"--results {args.results} is a folder, not a file")
+    if args.scratch.exists() and not args.scratch.is_dir():
+        parser.error(f"--scratch {args.scratch} is a file, not a folder")
     begin = time.monotonic()
     place = Place(args.scratch.resolve(), args.device, args.keep, args.jobs)
     try:
@@ -233,6 +251,7 @@ def main() -> None:
         parser.error("where are the images? give --data-dir")
     try:
         check(args.data_dir)
+        find_device(args.device)
     except ValueError as error:
         parser.error(str(error))
     hardware = _machine(args.device)["device"]
@@ -248,10 +267,13 @@ def main() -> None:
     except BrokenProcessPool:
         stopped = "a worker was killed, by the system for want of memory perhaps; what was running has no line"
     rest = list(remaining(args, lines))
-    failed = sum("error" in line and not line["diverged"] for line in lines.values())
+    known = {job.key for job in plan(lines, args.overrides) if job.base}
+    failed = sum("error" in line and not line["diverged"] for key, line in lines.items() if key in known)
     left = f"{len(rest)} jobs remain, about {minutes(rest, lines, place, hardware):.0f} minutes"
     repeat = f"; {failed} failed, to be repeated with --retry" if failed else ""
     print(f"{left if rest else 'all jobs are done'}{repeat}; results in {args.results}", flush=True)
+    if rest and (awaited := awaited_rows(rest, args, lines)):
+        print(f"they wait for trials of {', '.join(awaited)}, which --only leaves out", flush=True)
     if stopped:
         sys.exit(f"stopped: {stopped}")
 
@@ -303,6 +325,18 @@ def remaining(args: argparse.Namespace, lines: Lines) -> list[Job]:
     jobs = plan(lines, args.overrides)
     asked = [job for job in jobs if any(fnmatch.fnmatch(job.row, pattern) for pattern in args.only)]
     return list(to_do(asked, lines, args.retry))
+
+
+def awaited_rows(rest: list[Job], args: argparse.Namespace, lines: Lines) -> list[str]:
+    """Rows whose trials have to be made before any of the rest can begin, and were not asked for."""
+    if any(job.base for job in rest):
+        return []
+    needed = set()
+    for row in {job.row for job in rest}:
+        variant = VARIANTS.get(row, Variant(row, {}))
+        needed |= {variant.of, variant.start, *(CONTESTANTS if row in CONTESTANTS else ())}
+    trials = {job.row for job in to_do(plan(lines, args.overrides), lines) if job.stage == TUNE}
+    return sorted(row for row in needed & trials if not any(fnmatch.fnmatch(row, each) for each in args.only))
 
 
 def expected(job: Job, lines: Lines, hardware: str | None, place: Place) -> float:

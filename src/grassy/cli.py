@@ -75,6 +75,9 @@ def run_train(args: argparse.Namespace) -> int:
 
     flags = ("seed", "epochs", "batch_size", "lr", "workers", "initial_checkpoint")
     given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
+    for name in given:
+        if any(setting.startswith(f"{name}=") for setting in args.settings):
+            raise ValueError(f"{name} is given twice, as --{name.replace('_', '-')} and as {name}=")
     recipe = load_recipe(args.recipe, args.settings, given)
     output = args.output or Path("runs") / Path(args.recipe).stem
     try:

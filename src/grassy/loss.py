@@ -40,15 +40,16 @@ def classification_loss(
                 "with softmax cross-entropy",
                 stacklevel=2,
             )
-    with _requested(heads, LossRequest(target, criterion)):
+    request = LossRequest(target, criterion, alone=len(heads) == 1)
+    with _requested(heads, request):
         if isinstance(inputs, Mapping):  # labels among them would make a Hugging Face model compute its own loss
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
         else:
             outputs = model(inputs)
     results = _tensors(outputs, len(heads))
-    if any(head.has_own_loss() for head in heads):
+    if answering := [head for head in heads if head.answers_with_loss(request)]:
         # A model may flatten what it takes for logits.
-        losses = [loss.reshape(()) if loss.numel() == 1 else _refuse(loss, heads) for loss in results]
+        losses = [loss.reshape(()) if loss.numel() == 1 else _refuse(loss, answering) for loss in results]
     else:
         losses = [of_tokens(criterion, x, target) if heads else criterion(x, target) for x in results]
     return sum(losses[1:], start=losses[0]) / len(losses)
@@ -85,5 +86,5 @@ def _tensors(outputs: Any, heads: int) -> list[Tensor]:
 
 
 def _refuse(loss: Tensor, heads: list[Head]) -> NoReturn:
-    names = ", ".join(sorted({type(head).__name__ for head in heads if head.has_own_loss()}))
+    names = ", ".join(sorted({type(head).__name__ for head in heads}))
     raise TypeError(f"{names} computes its loss itself, but the model made a tensor {tuple(loss.shape)} of it")

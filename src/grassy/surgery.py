@@ -79,7 +79,7 @@ class HeadOnMap(nn.Module):
             return self.head(channels_last).movedim(-1, 1)
         rows = channels_last.flatten(0, -2)
         size = features.shape[2:]
-        if self.head.has_own_loss():
+        if self.head.answers_with_loss(request):
             if size.numel() > 1:
                 name = type(self.head).__name__
                 raise ValueError(f"{name} has a loss of its own, on one feature an image, but got a map {tuple(size)}")

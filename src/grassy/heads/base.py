@@ -1,11 +1,13 @@
 """The contract of a head: features in, logits out, and a loss."""
 
+import math
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 
 from grassy.criteria import of_tokens
@@ -20,6 +22,8 @@ class LossRequest(NamedTuple):
 
     target: Tensor
     criterion: Criterion
+    #: Whether the head is the only one of the model. Of several, a model may average the logits.
+    alone: bool = True
 
 
 class Head(nn.Module):
@@ -51,22 +55,25 @@ class Head(nn.Module):
         super().__init__()
         in_features = positive_integer("in_features", in_features)
         num_classes = positive_integer("num_classes", num_classes)
-        if not 0 <= dropout < 1:
+        if not 0 <= number(dropout) < 1:
             raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}")
         self.in_features = in_features
         self.num_classes = num_classes
         self.dropout = dropout
-        if not isinstance(standardize, bool):
-            raise TypeError(f"standardize must be True or False, got {standardize!r}")
+        check_booleans(standardize=standardize)
         self.batch_norm: nn.Module | None = standardization(in_features, device, dtype) if standardize else None
         self.loss_request: LossRequest | None = None
 
     def forward(self, features: Tensor, target: Tensor | None = None) -> Tensor:
         """Logits; or the loss, if `classification_loss` asked a head that has one of its own for it."""
-        if self.loss_request is not None and target is None:
-            if self.has_own_loss():
-                return self.loss(features, *self.loss_request)
-            return self.logits(self.prepare(features), self.loss_request.target)
+        if isinstance(features, torch.fx.Proxy):  # to a tracer a head is one operation, whatever it does inside
+            tracer = features.tracer
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), (features,), {})  # type: ignore[attr-defined,no-any-return]
+        request = self.loss_request
+        if request is not None and target is None:
+            if self.answers_with_loss(request):
+                return self.loss(features, request.target, request.criterion)
+            return self.logits(self.prepare(features), request.target)
         return self.logits(self.prepare(features, target), target)
 
     def reset_parameters(self) -> None:
@@ -88,7 +95,12 @@ class Head(nn.Module):
         return of_tokens(criterion, self.logits(self.prepare(features, target, criterion), target), target)
 
     def has_own_loss(self) -> bool:
+        """Whether it may give its loss where a model expects logits."""
         return type(self).loss is not Head.loss
+
+    def answers_with_loss(self, request: LossRequest) -> bool:
+        """Whether it does so now. In evaluation the loss is the criterion on plain logits, whatever becomes of them."""
+        return self.training and self.has_own_loss()
 
     @torch.no_grad()
     def scores(self, features: Tensor) -> Tensor:
@@ -162,12 +174,29 @@ class Head(nn.Module):
 def positive_integer(name: str, value: int) -> int:
     """The value as an int, NumPy's included, or a ValueError that names the argument."""
     try:
-        number = operator.index(value)
+        found = 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        number = 0
-    if number < 1:
+        found = 0
+    if found < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return number
+    return found
+
+
+def number(value: Any) -> float:
+    """The value as a float, or NaN if it is no number: True, None and text are none."""
+    if isinstance(value, bool | str):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def check_booleans(**options: Any) -> None:
+    """Raise a TypeError for an option that is not True or False: "no" would count as True."""
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def init_like_linear(weight: Tensor) -> None:

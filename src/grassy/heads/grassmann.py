@@ -1,6 +1,7 @@
 """One subspace a class: the Grassmann class representation (paper, Section 4.1)."""
 
 import functools
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, Self
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from grassy import geometry, ops
-from grassy.heads.base import Criterion, Head, positive_integer
+from grassy.heads.base import Criterion, Head, LossRequest, check_booleans, number, positive_integer
 from grassy.heads.gamma import automatic_gamma
 
 REPAIR_ABOVE = 1e-5
@@ -57,6 +58,7 @@ class GrassmannHead(Head):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, num_classes, dropout, standardize, device, dtype)
+        check_booleans(normalize=normalize, learnable_gamma=learnable_gamma, riemannian=riemannian, fuse_loss=fuse_loss)
         each: Any = k if _is_sequence(k) else [k] * num_classes
         dims = [positive_integer("k", dim) for dim in each]
         if len(dims) != num_classes:
@@ -73,8 +75,9 @@ class GrassmannHead(Head):
             if automatic is None:
                 raise ValueError("gamma='auto' is for features of a known length: with normalize=False give a number")
             gamma = automatic
-        if isinstance(gamma, str) or not gamma > 0:
+        if not 0 < number(gamma) < math.inf:
             raise ValueError(f"gamma must be positive or 'auto', got {gamma!r}")
+        gamma = float(gamma)
         self.normalize = normalize
         self.fuse_loss = fuse_loss
         if not riemannian:
@@ -136,13 +139,22 @@ class GrassmannHead(Head):
     def has_own_loss(self) -> bool:
         return self.fuse_loss or type(self).loss is not GrassmannHead.loss
 
+    def answers_with_loss(self, request: LossRequest) -> bool:
+        """Whatever the mode, if the fused loss is the same as that of the logits."""
+        if type(self).loss is not GrassmannHead.loss:
+            return super().answers_with_loss(request)
+        fused = _cross_entropy_options(request.criterion, request.target) is not None
+        return self.fuse_loss and request.alone and fused
+
     def outlier_score(self, features: Tensor) -> Tensor:
         """The part of a feature's energy that no class subspace holds, (...) in [0, 1]: 1 − max_c ‖W_c x‖²/‖x‖².
 
         0 means that the feature lies in the subspace of a class; a zero feature has 1.
         """
         with torch.no_grad(), self.evaluating():
-            inside = ops.subspace_logits(self.prepare(features), self.weight, 1.0)
+            # Rows of an ordinary parameter span the subspaces, but are not orthonormal.
+            weight = self.weight if self.subspace_names else geometry.orthonormalize(self.weight)
+            inside = ops.subspace_logits(self.prepare(features), weight, 1.0)
         return (1 - inside.amax(-1).square()).clamp(0, 1)
 
     def extra_repr(self) -> str:

@@ -54,9 +54,18 @@ def save_weights(weights: nn.Module | Mapping[str, Tensor], description: Descrip
     state = weights.state_dict() if isinstance(weights, nn.Module) else weights
     # Clones: safetensors refuses tensors that share memory, as tied weights do.
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
-    text = json.dumps(dataclasses.asdict(description))
+    text = json.dumps(dataclasses.asdict(description), default=_plain)
     data = save(tensors, metadata={"format": "pt", "grassy": text})
     write_atomically(path, lambda file: file.write(data))
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of NumPy, arrays, tensors and ranges as Python's own: options of a head may be all of them."""
+    if isinstance(value, range):
+        return list(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a description cannot hold {value!r}, a {type(value).__name__}")
 
 
 def read_description(path: Path) -> Description:

@@ -73,6 +73,9 @@ def check_values(recipe: "Recipe") -> None:
         lambda value: len(value) == 2 and 0 < value[0] <= value[1],
         "be two positive numbers, the smaller first",
     )
+    for name in ("device", "dtype"):
+        if name in recipe.head:
+            raise ValueError(f"head.{name} is not to be set: the head is where the model is, and as precise")
     if recipe.batch_size % recipe.grad_accum_steps:
         raise ValueError(f"batch_size {recipe.batch_size} is not divisible by {recipe.grad_accum_steps} accumulations")
     if recipe.warmup_epochs >= recipe.epochs and recipe.warmup_epochs:

@@ -62,7 +62,9 @@ def largest_turn(optimizer: JointOptimizer) -> float:
             if tangent is not None:
                 tangent = tangent.to(p.dtype)
                 with exact_products(tangent):
-                    speed = torch.linalg.eigvalsh(tangent @ tangent.mT)[..., -1].amax().clamp_min(0).sqrt()
+                    energies = tangent @ tangent.mT
+                finite = energies.isfinite().all(-1).all(-1)[..., None, None]  # other classes do not move
+                speed = torch.linalg.eigvalsh(energies.where(finite, 0))[..., -1].amax().clamp_min(0).sqrt()
                 if group["direction"] == "spectral":
                     speed = (speed > 0) / (1 + SOFTENING) ** 0.5
                 turns.append(min(float(group["lr"] * speed), group["max_angle"] or math.inf))

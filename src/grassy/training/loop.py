@@ -250,9 +250,10 @@ class Run(Parts):
         )
         updates = self.updates * self.recipe.epochs
         if self.recipe.model_ema and (kept := self.recipe.model_ema_decay**updates) > 0.05:
+            better = f"try {1 - 20 / updates:.3g}" if updates > 20 else "train for longer, or without it"
             self.progress.say(
                 f"the average of the weights will still be {kept:.0%} what training begins with: {updates} updates are "
-                f"few for model_ema_decay={self.recipe.model_ema_decay:g}; try {max(0.0, 1 - 20 / updates):.3g}"
+                f"few for model_ema_decay={self.recipe.model_ema_decay:g}; {better}"
             )
         if self.done:
             self.progress.say(f"resumed after update {self.done}, in epoch {self.state.epoch + 1}")

@@ -15,6 +15,8 @@ from grassy.training.recipe import Recipe
 
 #: A gamma of so many times what the rule of thumb says is worth a word.
 MUCH = 1.25
+#: And such a factor of features of any length, too.
+LONG = 5.0
 
 
 def build_model(recipe: Recipe, num_classes: int, say: Callable[[str], None] = lambda _: None) -> nn.Module:
@@ -43,6 +45,8 @@ def _check_gamma(head: Head, say: Callable[[str], None]) -> None:
         return
     options = {"normalize": head.normalize, "standardize": head.batch_norm is not None}
     rule = automatic_gamma(head.num_classes, head.dims.tolist(), head.in_features, **options)
+    if rule is None and head.initial_gamma > LONG:
+        say(f"gamma {head.initial_gamma:g} multiplies features that keep their length, since normalize is false; try 1")
     if rule is not None and head.initial_gamma > MUCH * rule:
         say(f"gamma {head.initial_gamma:g} is much for {head.num_classes} classes: head.gamma=auto would take {rule:g}")
 
