@@ -118,8 +118,9 @@ def test_without_decay_it_is_the_plain_mean():
         swa.update_parameters(model)
         seen.append(model[0].weight.detach().clone())
     assert torch.allclose(swa.module[0].weight, torch.stack(seen).mean(0), atol=1e-6)
-    with pytest.raises(ValueError, match="decay must lie"):
-        grassy.AveragedModel(model, decay=1.0)
+    for decay in (1.0, "0.9"):
+        with pytest.raises(ValueError, match=f"decay must lie .* got {decay!r}"):
+            grassy.AveragedModel(model, decay=decay)
 
 
 def test_it_saves_and_resumes():

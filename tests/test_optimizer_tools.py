@@ -205,3 +205,31 @@ def test_weight_decay_can_be_for_everything_but_the_subspaces():
     optimizer = grassy.make_optimizer(model, "sgd", lr=0.1, weight_decay=0.01, decay_all=True)
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert [decays[id(p)] for p in model.parameters()] == [0.01] * 4 + [0.0]
+
+
+def test_the_state_of_a_head_with_another_k_is_refused_when_it_is_loaded():
+    optimizers = []
+    for k in (2, 3):
+        head = grassy.GrassmannHead(8, 5, k=k)
+        optimizers.append(grassy.make_optimizer(head, "sgd", lr=0.1))
+        grassy.classification_loss(head, torch.randn(4, 8), torch.randint(5, (4,))).backward()
+        optimizers[-1].step()
+    before = copy.deepcopy(optimizers[1].state_dict())
+    with pytest.raises(ValueError, match=r"momentum of shape \(5, 2, 8\) for subspaces of shape \(5, 3, 8\)"):
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+    after = optimizers[1].state_dict()["state"][0]["momentum_buffer"]
+    assert torch.equal(after, before["state"][0]["momentum_buffer"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"head_momentum": "0.9"}, r"head_momentum must lie in \[0, 1\), got '0.9'"),
+        ({"head_momentum": 1.0}, r"head_momentum must lie in \[0, 1\), got 1.0"),
+        ({"layer_decay": -1}, r"layer_decay must lie in \(0, 1\], got -1"),
+        ({"layer_decay": "a"}, r"layer_decay must lie in \(0, 1\], got 'a'"),
+    ],
+)
+def test_factors_that_make_no_sense_are_refused_by_their_names(options, said):
+    with pytest.raises(ValueError, match=said):
+        grassy.make_optimizer(grassy.GrassmannHead(8, 5, k=2), "sgd", lr=0.1, **options)

@@ -285,7 +285,9 @@ def test_killed_ten_times_while_saving_it_always_finds_a_whole_checkpoint_and_en
     assert not list(run.glob(".writing-*"))
 
 
-def test_an_impatient_ctrl_c_does_not_lose_the_run_and_a_later_one_ends_it(monkeypatch, capfd):
+def test_an_impatient_ctrl_c_does_not_lose_the_run_and_a_later_one_ends_it(monkeypatch, capfd, request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell puts behind ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with pytest.raises(KeyboardInterrupt), loop._told_to_stop(True) as told:  # noqa: PT012
         assert told() is None
         for _ in range(3):
