@@ -226,3 +226,10 @@ def test_rows_that_are_no_longer_orthonormal_still_tell_what_lies_outside_their_
         head.weight.copy_(torch.tensor([[3.0, 1.0], [0.0, 0.2]]) @ head.weight)
     assert torch.allclose(head.outlier_score(x), before, atol=1e-5)
     assert before.min() > 0
+    with torch.no_grad():
+        head.weight[0, 1] = 2 * head.weight[0, 0]  # one direction is left
+        head.weight[1] = 0  # none
+        head.weight[2, 1] *= 1e-9  # of no use
+    line = [head.weight[c, 0] / head.weight[c, 0].norm() for c in (0, 2)]
+    share = torch.stack([(x @ each).square() for each in line]).amax(0) / x.square().sum(-1)
+    assert torch.allclose(head.outlier_score(x), 1 - share, atol=1e-5)

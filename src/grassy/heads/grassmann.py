@@ -152,8 +152,7 @@ class GrassmannHead(Head):
         0 means that the feature lies in the subspace of a class; a zero feature has 1.
         """
         with torch.no_grad(), self.evaluating():
-            # Rows of an ordinary parameter span the subspaces, but are not orthonormal.
-            weight = self.weight if self.subspace_names else geometry.orthonormalize(self.weight)
+            weight = self.weight if self.subspace_names else _with_the_same_projection(self.weight)
             inside = ops.subspace_logits(self.prepare(features), weight, 1.0)
         return (1 - inside.amax(-1).square()).clamp(0, 1)
 
@@ -167,6 +166,17 @@ class GrassmannHead(Head):
 
 def _is_sequence(k: Any) -> bool:
     return hasattr(k, "__len__") and not isinstance(k, str)
+
+
+def _with_the_same_projection(weight: Tensor) -> Tensor:
+    """Rows for which ‖W x‖ is the length of the projection onto the span of given ones, which may be of any length, or
+    even linearly dependent, as those of an ordinary parameter: (W Wᵀ)^(-1/2) W, without directions lost in rounding.
+    """
+    exact = (weight if weight.device.type in ("cpu", "cuda") else weight.cpu()).double()  # not all others know it
+    values, vectors = torch.linalg.eigh(exact @ exact.mT)
+    kept = values > 1e-6 * values[..., -1:]
+    scales = values.where(kept, 1).rsqrt() * kept
+    return ((vectors * scales.unsqueeze(-2)) @ vectors.mT @ exact).to(weight)
 
 
 def _cross_entropy_options(criterion: Criterion, target: Tensor) -> dict[str, Any] | None:
