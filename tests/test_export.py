@@ -248,6 +248,9 @@ def test_options_of_a_head_may_be_numbers_of_numpy_and_ranges(tmp_path):
     save_weights(model, description, tmp_path / "model.safetensors")
     again = load(tmp_path / "model.safetensors").get_classifier()
     assert (again.gamma, again.dims.tolist()) == (9.5, [1, 2, 3])
+    automatic = Description("test_resnet", num_classes=3, head={"name": "grassmann", "k": [1, 2, 3], "gamma": "auto"})
+    save_weights(model, automatic, tmp_path / "model.safetensors")
+    assert load(tmp_path / "model.safetensors").get_classifier().gamma == 9.5  # what it was trained with
     strange = Description("test_resnet", num_classes=3, head={"name": "grassmann", "k": {2}})
     with pytest.raises(TypeError, match=r"a description cannot hold \{2\}, a set"):
         save_weights(model, strange, tmp_path / "strange.safetensors")

@@ -205,9 +205,14 @@ def test_an_option_that_is_true_or_false_is_nothing_else(option, value):
 
 
 def test_numbers_that_make_no_sense_are_refused_and_those_of_numpy_taken():
-    for value in (True, None, float("inf"), float("nan"), -1, "large"):
+    for value in (True, None, float("inf"), float("nan"), -1, "large", b"9", 10**400):
         with pytest.raises(ValueError, match=f"gamma must be positive or 'auto', got {value!r}"):
             grassy.GrassmannHead(8, 3, k=2, gamma=value)
+    for value in (numpy.array([9.0, 9.5]), torch.tensor(True), numpy.True_, torch.ones(2)):
+        with pytest.raises(ValueError, match="gamma must be positive or 'auto', got"):
+            grassy.GrassmannHead(8, 3, k=2, gamma=value)
+    with pytest.raises(TypeError, match="give learnable_gamma=True"):
+        grassy.GrassmannHead(8, 3, k=2, gamma=nn.Parameter(torch.tensor(9.0)))
     for k in (True, [2, True, 2], 0, 2.0):
         with pytest.raises(ValueError, match="k must be a positive integer, got"):
             grassy.GrassmannHead(8, 3, k=k)
@@ -216,6 +221,25 @@ def test_numbers_that_make_no_sense_are_refused_and_those_of_numpy_taken():
             grassy.GrassmannHead(8, 3, k=2, dropout=value)
     head = grassy.GrassmannHead(8, 3, k=numpy.array([1, 2, 2]), gamma=numpy.float32(20))
     assert type(head.gamma) is float
+    for k in (numpy.array(2), torch.tensor(2), numpy.int64(2)):
+        assert grassy.GrassmannHead(8, 3, k=k, normalize=numpy.True_, dropout=numpy.array(0.5)).dims.tolist() == [2] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("cosine", {"learnable_scale": "no"}, "learnable_scale must be True or False, got 'no'"),
+        ("linear", {"bias": "no"}, "bias must be True or False, got 'no'"),
+        ("multi", {"bias": None}, "bias must be True or False, got None"),
+        ("cosine", {"scale": float("inf")}, "scale must be positive, got inf"),
+        ("arcface", {"scale": "a"}, "scale must be positive, got 'a'"),
+        ("arcface", {"margin": "a"}, "margin must lie in .*, got 'a'"),
+        ("softtriple", {"gamma": True}, "gamma must be positive, got True"),
+    ],
+)
+def test_other_heads_refuse_such_options_too(name, options, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        grassy.create_head(name, 8, 3, **options)
 
 
 def test_rows_that_are_no_longer_orthonormal_still_tell_what_lies_outside_their_span():
@@ -223,7 +247,7 @@ def test_rows_that_are_no_longer_orthonormal_still_tell_what_lies_outside_their_
     x = torch.randn(50, 8)
     before = head.outlier_score(x)
     with torch.no_grad():
-        head.weight.copy_(torch.tensor([[3.0, 1.0], [0.0, 0.2]]) @ head.weight)
+        head.weight.copy_(torch.tensor([[3.0, 1.0], [0.0, 5e-4]]) @ head.weight)
     assert torch.allclose(head.outlier_score(x), before, atol=1e-5)
     assert before.min() > 0
     with torch.no_grad():

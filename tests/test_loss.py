@@ -183,6 +183,10 @@ def test_where_a_model_averages_the_logits_of_its_heads_the_loss_is_that_of_the_
     assert torch.allclose(grassy.classification_loss(averaged, x, y), expected)
     if name == "grassmann":  # in training, too
         assert torch.allclose(grassy.classification_loss(averaged.train(), x, y), expected)
+    changed = Returning(heads[:1], lambda x, logits: logits / 2).eval()  # one head, with something behind it
+    assert torch.allclose(
+        grassy.classification_loss(changed, x, y), nn.functional.cross_entropy(heads[0].scores(x) / 2, y)
+    )
 
 
 @pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(reduction="none"), lambda x, y: (x.sum(-1) - y).square()])

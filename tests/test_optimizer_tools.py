@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -219,6 +220,12 @@ def test_the_state_of_a_head_with_another_k_is_refused_when_it_is_loaded():
         optimizers[1].load_state_dict(optimizers[0].state_dict())
     after = optimizers[1].state_dict()["state"][0]["momentum_buffer"]
     assert torch.equal(after, before["state"][0]["momentum_buffer"])
+
+
+def test_a_momentum_of_numpy_is_saved_as_a_plain_number(tmp_path):
+    optimizer = grassy.make_optimizer(grassy.GrassmannHead(8, 5, k=2), "sgd", lr=0.1, head_momentum=numpy.float64(0.8))
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True)["param_groups"][0]["momentum"] == 0.8
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,16 @@ def test_a_run_that_was_stopped_and_resumed_ends_as_if_it_never_was(tmp_path, mo
     assert [{key: row[key] for key in row if key != "seconds"} for row in resumed.rows] == timeless
 
 
+def test_a_rule_for_gamma_that_has_changed_since_does_not_change_a_run(tmp_path, monkeypatch):
+    recipe, data = tiny_recipe(**{"head.gamma": "auto"}), tiny_arrays(tmp_path / "data")
+    with monkeypatch.context() as patch:
+        StopAfter(patch, 3)
+        train(recipe, data, tmp_path / "run")
+    monkeypatch.setattr("grassy.heads.grassmann.automatic_gamma", lambda *_: 3.5)
+    with pytest.raises(ValueError, match=r"belongs to a run with head .*'gamma': .* not .*'gamma': 3.5"):
+        train(recipe, data, tmp_path / "run", resume="auto")
+
+
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
     data = tiny_arrays(tmp_path / "data")
     train(tiny_recipe(epochs=1), data, tmp_path / "run")

@@ -14,6 +14,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from grassy.heads import Head, create_head
+from grassy.heads.base import as_one_operation
 from grassy.spelling import nearest
 
 Layers = dict[str, nn.Module]  # by dotted name
@@ -73,6 +74,8 @@ class HeadOnMap(nn.Module):
         self.head = head
 
     def forward(self, features: Tensor) -> Tensor:
+        if (traced := as_one_operation(self, features)) is not None:
+            return traced
         channels_last = features.movedim(1, -1)
         request = self.head.loss_request
         if request is None:

@@ -6,7 +6,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from grassy.heads.base import Head, init_like_linear
+from grassy.heads.base import Head, init_like_linear, number, positive
 from grassy.heads.cosine import cosines
 
 
@@ -31,11 +31,9 @@ class ArcFaceHead(Head):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, num_classes, dropout, standardize, device, dtype)
-        if not scale > 0:
-            raise ValueError(f"scale must be positive, got {scale!r}")
-        if not 0 <= margin < math.pi / 2:
+        if not 0 <= number(margin) < math.pi / 2:
             raise ValueError(f"margin must lie in [0, π/2), in radians, got {margin!r}")
-        self.scale, self.margin = scale, margin
+        self.scale, self.margin = positive("scale", scale), float(margin)
         self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
         self.reset_parameters()
 

@@ -59,16 +59,15 @@ class Head(nn.Module):
             raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}")
         self.in_features = in_features
         self.num_classes = num_classes
-        self.dropout = dropout
+        self.dropout = float(dropout)
         check_booleans(standardize=standardize)
         self.batch_norm: nn.Module | None = standardization(in_features, device, dtype) if standardize else None
         self.loss_request: LossRequest | None = None
 
     def forward(self, features: Tensor, target: Tensor | None = None) -> Tensor:
         """Logits; or the loss, if `classification_loss` asked a head that has one of its own for it."""
-        if isinstance(features, torch.fx.Proxy):  # to a tracer a head is one operation, whatever it does inside
-            tracer = features.tracer
-            return tracer.create_proxy("call_module", tracer.path_of_module(self), (features,), {})  # type: ignore[attr-defined,no-any-return]
+        if (traced := as_one_operation(self, features, target)) is not None:
+            return traced
         request = self.loss_request
         if request is not None and target is None:
             if self.answers_with_loss(request):
@@ -183,20 +182,39 @@ def positive_integer(name: str, value: int) -> int:
 
 
 def number(value: Any) -> float:
-    """The value as a float, or NaN if it is no number: True, None and text are none."""
-    if isinstance(value, bool | str):
+    """The value as a float, also of NumPy or a tensor, or NaN if it is no number: True, None and text are none."""
+    if isinstance(value, bool | str | bytes) or "bool" in str(getattr(value, "dtype", "")):
         return math.nan
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of a tensor of several
         return math.nan
+
+
+def positive(name: str, value: float) -> float:
+    """The value as a float, or a ValueError that names the argument."""
+    if not 0 < number(value) < math.inf:
+        raise ValueError(f"{name} must be positive, got {value!r}")
+    return float(value)
 
 
 def check_booleans(**options: Any) -> None:
     """Raise a TypeError for an option that is not True or False: "no" would count as True."""
     for name, value in options.items():
-        if not isinstance(value, bool):
+        if type(value).__name__ not in ("bool", "bool_"):  # those of NumPy have the one name or the other
             raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def as_one_operation(module: nn.Module, *inputs: Any) -> Any:
+    """What a module gives to torch.fx, which cannot look into it, if that is tracing a model that it is part of: one
+    call of the module. Otherwise None.
+    """
+    given = tuple(each for each in inputs if each is not None)
+    if not isinstance(given[0], torch.fx.Proxy):
+        return None
+    tracer: Any = given[0].tracer
+    path = tracer.path_of_module(module)
+    return tracer.create_proxy("call_module", path, given, {}) if path else None  # else it is the model itself
 
 
 def init_like_linear(weight: Tensor) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from grassy.heads.base import Head, init_like_linear, linear
+from grassy.heads.base import Head, check_booleans, init_like_linear, linear, positive
 from grassy.ops import unit
 
 
@@ -31,8 +31,8 @@ class CosineHead(Head):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, num_classes, dropout, standardize, device, dtype)
-        if not scale > 0:
-            raise ValueError(f"scale must be positive, got {scale!r}")
+        check_booleans(learnable_scale=learnable_scale)
+        scale = positive("scale", scale)
         start = torch.full((), float(scale), device=device, dtype=dtype)
         self.scale: float | nn.Parameter = nn.Parameter(start) if learnable_scale else scale
         self._initial_scale = scale

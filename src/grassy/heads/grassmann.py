@@ -33,9 +33,9 @@ class GrassmannHead(Head):
     learnable_gamma: make gamma a parameter, starting from the given value.
     normalize: False keeps the length of the features and multiplies by gamma (an ablation of the paper's).
     riemannian: False makes the weight an ordinary parameter, which loses its orthonormality (another ablation).
-    fuse_loss: compute the cross-entropy of `classification_loss` in the head, without the logits, and with few of the
-        B x C x K coordinates at a time. For very many classes, where these take more memory than the weight. It changes
-        nothing for other criteria and for logits.
+    fuse_loss: in training, compute the cross-entropy of `classification_loss` in the head, without the logits, and with
+        few of the B x C x K coordinates at a time. For very many classes, where these take more memory than the weight.
+        It changes nothing for other criteria, for logits, and in models with several heads.
     """
 
     subspace_names: tuple[str, ...] = ("weight",)
@@ -70,7 +70,9 @@ class GrassmannHead(Head):
                 f"k = {max(dims)} is all of the feature space: such a class has the largest logit for every feature",
                 stacklevel=2,
             )
-        if gamma == "auto":
+        if isinstance(gamma, nn.Parameter):
+            raise TypeError("gamma must be a number: for one that is learned give learnable_gamma=True as well")
+        if isinstance(gamma, str) and gamma == "auto":
             automatic = automatic_gamma(num_classes, dims, in_features, normalize, standardize)
             if automatic is None:
                 raise ValueError("gamma='auto' is for features of a known length: with normalize=False give a number")
@@ -140,11 +142,10 @@ class GrassmannHead(Head):
         return self.fuse_loss or type(self).loss is not GrassmannHead.loss
 
     def answers_with_loss(self, request: LossRequest) -> bool:
-        """Whatever the mode, if the fused loss is the same as that of the logits."""
-        if type(self).loss is not GrassmannHead.loss:
-            return super().answers_with_loss(request)
-        fused = _cross_entropy_options(request.criterion, request.target) is not None
-        return self.fuse_loss and request.alone and fused
+        if type(self).loss is GrassmannHead.loss:  # it need not be fused; logits of several heads may be averaged
+            fused = request.alone and _cross_entropy_options(request.criterion, request.target) is not None
+            return fused and super().answers_with_loss(request)
+        return super().answers_with_loss(request)
 
     def outlier_score(self, features: Tensor) -> Tensor:
         """The part of a feature's energy that no class subspace holds, (...) in [0, 1]: 1 − max_c ‖W_c x‖²/‖x‖².
@@ -165,7 +166,7 @@ class GrassmannHead(Head):
 
 
 def _is_sequence(k: Any) -> bool:
-    return hasattr(k, "__len__") and not isinstance(k, str)
+    return hasattr(k, "__len__") and not isinstance(k, str) and getattr(k, "ndim", 1) > 0
 
 
 def _with_the_same_projection(weight: Tensor) -> Tensor:
@@ -174,7 +175,7 @@ def _with_the_same_projection(weight: Tensor) -> Tensor:
     """
     exact = (weight if weight.device.type in ("cpu", "cuda") else weight.cpu()).double()  # not all others know it
     values, vectors = torch.linalg.eigh(exact @ exact.mT)
-    kept = values > 1e-6 * values[..., -1:]
+    kept = values > 1e-12 * values[..., -1:]
     scales = values.where(kept, 1).rsqrt() * kept
     return ((vectors * scales.unsqueeze(-2)) @ vectors.mT @ exact).to(weight)
 

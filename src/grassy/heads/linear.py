@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from grassy.heads.base import Head, init_like_linear, linear
+from grassy.heads.base import Head, check_booleans, init_like_linear, linear
 
 
 class LinearHead(Head):
@@ -20,6 +20,7 @@ class LinearHead(Head):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, num_classes, dropout, standardize, device, dtype)
+        check_booleans(bias=bias)
         self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from grassy.heads.base import Criterion, Head, init_like_linear, linear, positive_integer
+from grassy.heads.base import Criterion, Head, check_booleans, init_like_linear, linear, positive_integer
 
 
 class MultiHead(Head):
@@ -25,6 +25,7 @@ class MultiHead(Head):
     ) -> None:
         super().__init__(in_features, num_classes, dropout, standardize, device, dtype)
         layers = positive_integer("layers", layers)
+        check_booleans(bias=bias)
         self.weight = nn.Parameter(torch.empty(layers, num_classes, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(layers, num_classes, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()

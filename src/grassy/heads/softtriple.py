@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from grassy.heads.base import Criterion, Head, init_like_linear, positive_integer
+from grassy.heads.base import Criterion, Head, init_like_linear, positive, positive_integer
 from grassy.heads.cosine import cosines
 from grassy.ops import unit
 
@@ -34,10 +34,8 @@ class SoftTripleHead(Head):
     ) -> None:
         super().__init__(in_features, num_classes, dropout, standardize, device, dtype)
         centers = positive_integer("centers", centers)
-        for name, value in (("scale", scale), ("gamma", gamma)):
-            if not value > 0:
-                raise ValueError(f"{name} must be positive, got {value!r}")
-        self.scale, self.gamma, self.tau, self.margin = scale, gamma, tau, margin
+        self.scale, self.gamma = positive("scale", scale), positive("gamma", gamma)
+        self.tau, self.margin = tau, margin
         self.weight = nn.Parameter(torch.empty(num_classes, centers, in_features, device=device, dtype=dtype))
         self.reset_parameters()
 

@@ -38,7 +38,7 @@ class AveragedModel(swa_utils.AveragedModel):
         warmup_power: float = 2 / 3,
         update_after_step: int = 0,
     ) -> None:
-        if decay is not None and not (isinstance(decay, Real) and 0 <= decay < 1):
+        if decay is not None and not (isinstance(decay, Real | Tensor) and 0 <= decay < 1):
             raise ValueError(f"decay must lie in [0, 1) or be None, got {decay!r}")
         super().__init__(model, device, multi_avg_fn=self._lerp, use_buffers=use_buffers)  # type: ignore[arg-type]
         self.decay = decay

@@ -66,12 +66,13 @@ def make_optimizer(
             continue
         if not (isinstance(value, Real) and 0 <= value < math.inf):
             raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
-    if not (isinstance(head_momentum, Real) and 0 <= head_momentum < 1):
+    if not (isinstance(head_momentum, Real | Tensor) and 0 <= head_momentum < 1):
         raise ValueError(f"head_momentum must lie in [0, 1), got {head_momentum!r}")
     if layer_decay is not None and not (isinstance(layer_decay, Real) and 0 < layer_decay <= 1):
         raise ValueError(f"layer_decay must lie in (0, 1], got {layer_decay!r}")
     # As plain numbers: a state_dict with NumPy's would not be read again without unpickling.
     lr, weight_decay, head_lr = float(lr), float(weight_decay), None if head_lr is None else float(head_lr)
+    head_momentum = head_momentum if isinstance(head_momentum, Tensor) else float(head_momentum)
     if issubclass(optimizer_class, torch.optim.LBFGS):
         raise ValueError("LBFGS evaluates its closure several times in a step, which the subspaces cannot follow")
     subspaces = dict(named_subspaces(model))
@@ -180,8 +181,8 @@ class JointOptimizer(Optimizer):
                     f"the saved optimizer is of another kind: a group of it has {', '.join(foreign)}, of this one "
                     f"{', '.join(lacking)}"
                 )
-            for p, number in zip(group["params"], old["params"], strict=False):  # how many there are torch checks
-                momentum = state_dict["state"].get(number, {}).get("momentum_buffer")
+            for p, index in zip(group["params"], old["params"], strict=False):  # how many there are torch checks
+                momentum = state_dict.get("state", {}).get(index, {}).get("momentum_buffer")
                 if group[MANIFOLD] != EUCLIDEAN and momentum is not None and momentum.shape != p.shape:
                     raise ValueError(
                         f"the saved optimizer has a momentum of shape {tuple(momentum.shape)} for subspaces of shape "

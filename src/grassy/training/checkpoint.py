@@ -20,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from grassy.heads import GrassmannHead
+
 BEST, LAST, STATE = "model_best.safetensors", "last.safetensors", "resume.pt"
 TEMPORARY = ".writing-"
 #: Options of timm that would fetch weights from elsewhere.
@@ -52,6 +54,10 @@ class Description:
 def save_weights(weights: nn.Module | Mapping[str, Tensor], description: Description, path: Path) -> None:
     """Write the weights of a model, or its state_dict, with its description, whole or not at all."""
     state = weights.state_dict() if isinstance(weights, nn.Module) else weights
+    modules = weights.modules() if isinstance(weights, nn.Module) else ()
+    heads = [module for module in modules if isinstance(module, GrassmannHead)]
+    if heads and description.head.get("gamma") == "auto":  # as a number it is the same in every version
+        description = dataclasses.replace(description, head={**description.head, "gamma": heads[0].initial_gamma})
     # Clones: safetensors refuses tensors that share memory, as tied weights do.
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
     text = json.dumps(dataclasses.asdict(description), default=_plain)

@@ -126,6 +126,7 @@ class Parts:
         return {
             "grassy": grassy.__version__,
             "recipe": self.recipe.to_dict(),
+            "head": self.head,  # with a number where the recipe has "auto", which another version may take for another
             "updates": self.updates,
             "images": self.images,
             "class_names": None if self.data.class_names is None else list(self.data.class_names),
@@ -139,6 +140,8 @@ class Parts:
 
     def _restore(self, saved: dict[str, Any], path: Path) -> None:
         check_same_run(saved, self.recipe, self.updates, self.images, self.data.class_names, path)
+        if (before := saved.get("head", self.head)) != self.head:
+            raise ValueError(f"{path} belongs to a run with head {before}, not {self.head}: give the number itself")
         try:
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
