@@ -7,6 +7,7 @@ one line on stderr and exit code 2.
 import argparse
 import dataclasses
 import json
+import math
 import os
 import signal
 import sys
@@ -85,7 +86,8 @@ def run_train(args: argparse.Namespace) -> int:
     except TrainingStopped as error:
         return _fail(str(error), code=1)
     if state.stopped_by is None and int(os.environ.get("RANK", 0)) == 0 and output.exists():
-        print(f"best top-1 {state.best:.2f}; weights, records and curves are in {output}")
+        best = f"best top-1 {state.best:.2f}" if math.isfinite(state.best) else "no top-1 was measured"
+        print(f"{best}; weights, records and curves are in {output}")
     return 0 if state.stopped_by is None else 128 + state.stopped_by  # as shells have it
 
 

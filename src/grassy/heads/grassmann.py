@@ -16,6 +16,9 @@ from grassy.heads.gamma import automatic_gamma
 
 REPAIR_ABOVE = 1e-5
 REFUSE_ABOVE = 0.1
+OFF_THE_MANIFOLD = (
+    "was it trained, or averaged, as an ordinary weight? Use grassy.make_optimizer and grassy.AveragedModel"
+)
 #: Classes that are looked at when training ends: an optimizer treats all alike.
 LOOK_AT = 1000
 
@@ -113,8 +116,7 @@ class GrassmannHead(Head):
             error = float(geometry.orthonormality_error(self.weight.detach()[:LOOK_AT]))
             if not error <= REFUSE_ABOVE:
                 warnings.warn(
-                    f"the rows of a GrassmannHead's weight are orthonormal only to {error:.2g}: was it trained by an "
-                    "ordinary optimizer? Use grassy.make_optimizer.",
+                    f"the rows of a GrassmannHead's weight are orthonormal only to {error:.2g}: {OFF_THE_MANIFOLD}",
                     stacklevel=2,
                 )
         return super().train(mode)
@@ -220,7 +222,7 @@ def _return_to_manifold(head: nn.Module, state_dict: dict[str, Any], prefix: str
     if not error <= REFUSE_ABOVE:
         raise ValueError(
             f"{key} is not a weight of subspaces: its rows are orthonormal only to {error:.2g}, the limit is "
-            f"{REFUSE_ABOVE}. Was it trained by an ordinary optimizer? Use grassy.make_optimizer."
+            f"{REFUSE_ABOVE}; {OFF_THE_MANIFOLD}"
         )
     to_higher_precision = torch.finfo(weight.dtype).eps > torch.finfo(head.weight.dtype).eps  # type: ignore[arg-type]
     if error > tolerance or (to_higher_precision and error > REPAIR_ABOVE):
