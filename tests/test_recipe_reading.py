@@ -111,7 +111,7 @@ def test_a_number_without_a_point_is_a_number_wherever_it_stands(write):
         ("head: {name: linear, k: 3}", ValueError, "head 'linear' has no option 'k'"),
         ("head: {name: grassmann, k: eight}", ValueError, "k must be a positive integer, got 'eight'"),
         ("head: {name: arcface, margin: 4}", ValueError, "margin must lie in"),
-        ("head: {name: cosine, scale: big}", TypeError, "head 'cosine' with {'scale': 'big'}"),
+        ("head: {name: cosine, scale: big}", ValueError, "head 'cosine' with {'scale': 'big'}"),
         ("warmup_epochs: 100", ValueError, "must be fewer than epochs 100; warmup_epochs=0 does without"),
         ("mean: [0.5]", ValueError, "mean must be three numbers, of red, green and blue, got [0.5]"),
         ("std: [0.5, 0.5]", ValueError, "std must be three numbers, of red, green and blue, got [0.5, 0.5]"),
