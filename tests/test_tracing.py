@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torchvision
+import torchvision.models.feature_extraction
 from torch import nn
 
 import grassy
