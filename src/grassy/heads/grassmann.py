@@ -144,10 +144,9 @@ class GrassmannHead(Head):
         return self.fuse_loss or type(self).loss is not GrassmannHead.loss
 
     def answers_with_loss(self, request: LossRequest) -> bool:
-        if type(self).loss is GrassmannHead.loss:  # it need not be fused; logits of several heads may be averaged
-            fused = request.alone and _cross_entropy_options(request.criterion, request.target) is not None
-            return fused and super().answers_with_loss(request)
-        return super().answers_with_loss(request)
+        # The fused loss must be that of the logits, which a model may average if it has several heads.
+        same = request.alone and _cross_entropy_options(request.criterion, request.target) is not None
+        return super().answers_with_loss(request) and (same or type(self).loss is not GrassmannHead.loss)
 
     def outlier_score(self, features: Tensor) -> Tensor:
         """The part of a feature's energy that no class subspace holds, (...) in [0, 1]: 1 − max_c ‖W_c x‖²/‖x‖².

@@ -141,7 +141,10 @@ class Parts:
     def _restore(self, saved: dict[str, Any], path: Path) -> None:
         check_same_run(saved, self.recipe, self.updates, self.images, self.data.class_names, path)
         if (before := saved.get("head", self.head)) != self.head:
-            raise ValueError(f"{path} belongs to a run with head {before}, not {self.head}: give the number itself")
+            raise ValueError(
+                f"{path} belongs to a run with head {before}, and this version of grassy makes {self.head} of it: go on "
+                f"with version {saved.get('grassy')}, or begin another --output with --initial-checkpoint"
+            )
         try:
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
