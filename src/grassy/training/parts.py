@@ -142,8 +142,8 @@ class Parts:
         check_same_run(saved, self.recipe, self.updates, self.images, self.data.class_names, path)
         if (before := saved.get("head", self.head)) != self.head:
             raise ValueError(
-                f"{path} belongs to a run with head {before}, and this version of grassy makes {self.head} of it: go on "
-                f"with version {saved.get('grassy')}, or begin another --output with --initial-checkpoint"
+                f"{path} belongs to a run with head {before}, and this version of grassy makes {self.head} of it: go "
+                f"on with version {saved.get('grassy')}, or begin another --output with --initial-checkpoint"
             )
         try:
             self.model.load_state_dict(saved["model"])
