@@ -42,17 +42,14 @@ def candidates(k: int, n: int, capability: tuple[int, int]) -> Iterator[Plan]:
     for cluster in clusters:
         columns = 32 * -(-n // (32 * cluster))
         for warps in warps_of:
-            most = {}
-            for turns in (1, 2) if own.rows == 8 else (1,):
-                one = own._replace(cluster=cluster, columns=columns, warps=warps, blocks=1, turns=turns)
-                by_memory = (limit + 1024) // (one.shared_bytes + 1024)
-                most[turns] = min(by_memory, REGISTERS // (32 * warps * FEWEST)) if one.shared_bytes <= limit else 0
-                if turns == 2 and most[2] <= most[1]:
-                    continue  # it is for more blocks
-                first = most[1] + 1 if turns == 2 else max(1, most[1] // 2)
-                for blocks in range(first, most[turns] + 1):
-                    if (found := one._replace(blocks=blocks)) != own:
-                        yield found
+            one = own._replace(cluster=cluster, columns=columns, warps=warps, blocks=1)
+            if one.shared_bytes > limit:
+                continue
+            by_memory = (limit + 1024) // (one.shared_bytes + 1024)
+            most = min(by_memory, REGISTERS // (32 * warps * FEWEST))
+            for blocks in range(max(1, most // 2), most + 1):
+                if (found := one._replace(blocks=blocks)) != own:
+                    yield found
 
 
 @contextmanager

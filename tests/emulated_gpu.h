@@ -54,7 +54,13 @@ template <typename T>
 static T __ldcs(const T* p) { return *p; }
 template <typename T>
 static void __stcs(T* p, T x) { *p = x; }
-static void __nanosleep(unsigned) {}
+template <typename T>
+static T __ldcg(const T* p) { return *p; }
+#define shared_address(p) ((u32)((const char*)(p) - (const char*)shared4))
+static unsigned long long cycles() {
+    static unsigned long long time;
+    return time += 1000;
+}
 static void bring_to_l2(const void* p) { (void)*(const volatile char*)p; }  // it must be memory
 static unsigned long long atomicAdd(unsigned long long* p, unsigned long long x) { return std::exchange(*p, *p + x); }
 
@@ -66,6 +72,7 @@ struct Fiber {
     int thread, block;  // of the cluster
     long phase = -1;    // of the cluster's barrier at which it arrived
     bool arrived = false;
+    std::vector<std::pair<u32, float4>> copies;  // to shared memory, that are under way
 };
 
 // Where a number of fibers meet.
@@ -102,6 +109,27 @@ static std::function<void()> work;
 #define blockIdx (Index{first_block + current->block})
 #define gridDim (Index{grid})
 #define shared4 (blocks[current->block].shared.data())
+
+static void need(bool fact, const char* complaint) {
+    if (fact) return;
+    fprintf(stderr, "%s\n", complaint);
+    abort();
+}
+
+static void put_to_shared(u32 to, float4 v) {
+    need(to % 16 == 0, "four numbers are stored where they do not lie together");
+    shared4[to / 16] = v;
+}
+// It is there when it is waited for, and not before.
+static void copy_to_shared(bool really, u32 to, const float* from) {
+    if (!really) return;
+    need((uintptr_t)from % 16 == 0, "four numbers are copied from where they do not lie together");
+    current->copies.push_back({to, {from[0], from[1], from[2], from[3]}});
+}
+static void wait_for_copies() {
+    for (const auto& [to, v] : current->copies) put_to_shared(to, v);
+    current->copies.clear();
+}
 
 static void wait_to_be_called() { swapcontext(&current->context, &scheduler); }
 
@@ -183,12 +211,6 @@ static void mma(bool fresh, float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u3
 
 static u32 rank_in_cluster() { return CLUSTER > 1 ? current->block : 0; }
 
-static void need(bool fact, const char* complaint) {
-    if (fact) return;
-    fprintf(stderr, "%s\n", complaint);
-    abort();
-}
-
 static void arrive_at_cluster() {
     if (CLUSTER == 1) return;
     need(!current->arrived, "a thread arrives twice");
@@ -233,6 +255,7 @@ static void run_fiber() {
     work();
     Block& block = blocks[current->block];
     need(!current->arrived, "a thread leaves without waiting for its cluster");
+    need(current->copies.empty(), "a thread leaves without waiting for its copies");
     if (--block.running == 0) {
         need(guarded(block), "a write beyond shared memory");
         empty(block);

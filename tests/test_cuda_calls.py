@@ -76,6 +76,19 @@ def test_heads_that_step_together_can_live_in_a_graph(k, n, lr):
         assert torch.equal(a, b)
 
 
+def test_heads_are_captured_together_of_which_only_one_has_ever_stepped():
+    weights = [g.random_subspace(c, 7, 88, device="cuda") for c in (3, 10)]  # as no other test has them
+    grads, expected = [torch.randn_like(w) for w in weights], [w.clone() for w in weights]
+    for w, d in zip(expected, grads, strict=True):
+        ops.geodesic_step(w, d, None, 1e-3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.geodesic_steps(weights, grads, [None, None], 1e-3)
+    graph.replay()
+    for a, b in zip(weights, expected, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("k", [2, 40])
 def test_a_graph_that_is_captured_before_the_first_step_gets_plain_torch(k):
     w, d, m = case((3, k, 72))  # as no other test has it

@@ -128,8 +128,6 @@ def test_the_plans_that_are_tried_differ_and_fit(k, n, capability):
         assert chosen.blocks * (chosen.shared_bytes + 1024) <= 1024 * (228 if capability == (9, 0) else 100)
         assert chosen.blocks * chosen.warps * 32 * 64 <= 2**16
         # What launch.cuh asserts.
-        team, buffers = chosen.warps, chosen.warps // (chosen.turns if chosen.rows == 8 else 2)
-        assert team % buffers == 0
         assert chosen.warps % (chosen.rows // 8) == 0
         assert 32 * chosen.warps >= (32 if chosen.rows == 8 else chosen.rows**2 // 4)
     before = cuda_step.plan, cuda_step._pause
@@ -141,7 +139,7 @@ def test_the_plans_that_are_tried_differ_and_fit(k, n, capability):
 
 def test_a_thousand_small_classes_can_be_one_round():
     plans = list(step_plans.candidates(8, 384, (9, 0)))
-    assert any(132 * chosen.blocks // chosen.cluster >= 1000 and chosen.warps == 4 for chosen in plans)
+    assert any(132 * chosen.blocks // chosen.cluster >= 1000 for chosen in plans)
 
 
 @pytest.mark.parametrize("shape", ["8x384", "1000x8", "0x8x384", "1000xax384", "1000x32x384"])

@@ -37,8 +37,8 @@ STATIC_BYTES = 16
 SHARE_OF_L2 = 0.5
 #: More clusters than there are: none of them brings anything ahead.
 NOTHING_AHEAD = 2**31 - 1
-#: Nanoseconds in which the memory of an H200 delivers a KiB to each of its multiprocessors.
-MEMORY_NS_PER_KIB = 32
+#: Cycles in which the memory of an H200 delivers a KiB to each of its multiprocessors, or a few less.
+MEMORY_CYCLES_PER_KIB = 50
 #: Of the flags in launch.cuh, the one that is set here: classes on which there is another verdict are left alone.
 CAREFUL_ONLY = 256
 
@@ -53,15 +53,23 @@ class Plan(NamedTuple):
     warps: int
     blocks: int  # that a multiprocessor is meant to hold at once, which bounds the registers of each
     classes: int = 1
-    turns: int = 1  # in which the warps add up their sums, if there are 8 rows: more turns take less shared memory
+
+    @property
+    def pieces(self) -> int:
+        """Of 128 columns, of one row, that a warp loads at once: all, or as equal parts of them as possible."""
+        pieces = -(-self.columns // 128)
+        most = 3 if self.rows == 8 and self.warps <= 4 else 4  # the former loads several rows at once, see launch.cuh
+        return -(-pieces // -(-pieces // most))
 
     @property
     def shared_bytes(self) -> int:
         matrix = self.rows**2
         sums = 128 * {8: 2, 16: 6, 32: 20}[self.rows]  # TILES of 128 numbers
-        buffers = {8: self.warps // self.turns, 16: self.warps // 2, 32: 2}[self.rows]
+        buffers = {8: self.warps, 16: self.warps // 2, 32: 2}[self.rows]
         exchanged = 0 if self.cluster == 1 else sums * {8: 1, 16: 0, 32: 2}[self.rows]
         columns = 2 * self.classes * self.k * (self.columns + 4) + 32
+        if self.rows == 8:  # sums lie where all matrices will be
+            return 4 * (columns + exchanged + max(9 * matrix, buffers * sums))
         return 4 * (columns + exchanged + matrix + max(8 * matrix, buffers * sums))
 
 
@@ -90,9 +98,9 @@ def _plan(k: int, n: int, classes: int, capability: tuple[int, int]) -> Plan | N
     shared = Plan(k, rows, cluster, columns, warps, 1, classes).shared_bytes
     if shared > largest:
         return None
-    # More warps hide more, but each has fewer registers then. With 16 on a multiprocessor 1,000 classes that need no
-    # cluster are two rounds, and 500 pairs in clusters of four are four.
-    registers_for = {8: 20 if classes == 1 and cluster > 1 else 16, 16: 12 if warps == 4 else 16, 32: 16}[rows]
+    # More warps hide more, but each has fewer registers then. With 16 on a multiprocessor 500 pairs in clusters of four
+    # are four rounds.
+    registers_for = {8: 20 if classes == 1 else 16, 16: 12 if warps == 4 else 16, 32: 16}[rows]
     by_registers = registers_for // warps
     by_memory = (largest + 1024) // (shared + 1024)
     return Plan(k, rows, cluster, columns, warps, max(1, min(by_registers, by_memory)), classes)
@@ -118,9 +126,9 @@ def unavailable(weight: Tensor) -> str | None:
 def _failure(chosen: Plan, device: torch.device) -> str | None:
     """Why the kernel could not be compiled or loaded. Found out once, as it may take seconds: steps ask every time."""
     try:
-        kernel = _kernel(chosen, False, False, device)
+        kernel = _kernel(chosen, 1, False, False, device)
         if _streamed(chosen):
-            _stream_kernels(False, False, device)
+            _stream_kernels(1, False, False, device)
         with torch.cuda.device(device):
             if not _resident(kernel, chosen):
                 return f"{chosen.cluster} of its thread blocks together do not fit on this GPU"
@@ -129,17 +137,21 @@ def _failure(chosen: Plan, device: torch.device) -> str | None:
     return None
 
 
-class _Heads(ctypes.Structure):
-    """The struct of the same name in launch.cuh."""
+@functools.cache
+def _heads(number: int) -> type[ctypes.Structure]:
+    """The struct `Heads` of launch.cuh."""
 
-    _fields_ = (
-        ("weight", ctypes.c_void_p * HEADS),
-        ("grad", ctypes.c_void_p * HEADS),
-        ("momentum", ctypes.c_void_p * HEADS),
-        ("counts", ctypes.c_void_p * HEADS),
-        ("classes", ctypes.c_int * HEADS),
-        ("end", ctypes.c_int * HEADS),
-    )
+    class Heads(ctypes.Structure):
+        _fields_ = (
+            ("weight", ctypes.c_void_p * number),
+            ("grad", ctypes.c_void_p * number),
+            ("momentum", ctypes.c_void_p * number),
+            ("counts", ctypes.c_void_p * number),
+            ("classes", ctypes.c_int * number),
+            ("end", ctypes.c_int * number),
+        )
+
+    return Heads
 
 
 def geodesic_steps(
@@ -190,7 +202,9 @@ def geodesic_steps(
     flags = sum(2**bit for bit, fact in enumerate(facts) if fact)
     if counts is None:
         counts = list(torch.zeros(len(weights), 2, dtype=torch.int64, device=weight.device))
-    heads, clusters = _Heads(), 0
+    # A kernel for many heads takes a kilobyte of arguments, which is felt in the time of a launch.
+    number = 1 if len(weights) == 1 else HEADS
+    heads, clusters = _heads(number)(), 0
     for i, (each, grad) in enumerate(zip(weights, grads, strict=True)):
         clusters += -(-len(each) // chosen.classes)
         heads.weight[i], heads.grad[i] = each.data_ptr(), grad.data_ptr()
@@ -198,14 +212,23 @@ def geodesic_steps(
         heads.momentum[i], heads.counts[i] = buffers[i].data_ptr() if buffers else None, counts[i].data_ptr()
     with torch.cuda.device(weight.device):
         types = [dtype == torch.bfloat16 for dtype in dtypes]
-        kernel = _kernel(chosen, *types, weight.device)
+        try:
+            kernel = _kernel(chosen, number, *types, weight.device)
+        except RuntimeError:
+            if number == 1:
+                raise
+            # While a graph is captured a module cannot always be loaded. That for one head is there.
+            for w, d, m, total in zip(weights, grads, momentum_buffers, counts, strict=True):
+                if len(w):
+                    geodesic_steps([w], [d], [m], lr, momentum, skip=skip, counts=[total], **options)
+            return [(total[0], total[1]) for total in counts]
         pointers = [value if isinstance(value, Tensor) else weight for value in (lr, momentum, skip)]
         values = [0.0 if isinstance(value, Tensor) else float(value) for value in (lr, momentum)]
         values.append(0.0 if max_angle is None else float(max_angle))
         verdicts, ahead = weight, _bringing_ahead(kernel, chosen, n, weight.device)
         pause = _pause(chosen, clusters > ahead)
         if _streamed(chosen):
-            kernels = _stream_kernels(*types, weight.device)
+            kernels = _stream_kernels(number, *types, weight.device)
             verdicts = cuda_stream.steps(kernels, heads, clusters, weight, pointers, values, k, n, flags)
             flags, ahead, pause = flags | CAREFUL_ONLY, NOTHING_AHEAD, 0
         arguments = [heads, *pointers, verdicts, *values, k, n, chosen.columns, ahead, pause, flags]
@@ -237,20 +260,20 @@ def _bringing_ahead(kernel: Any, chosen: Plan, n: int, device: torch.device) -> 
 
 
 @functools.cache
-def _kernel(chosen: Plan, grad_is_bf16: bool, momentum_is_bf16: bool, device: torch.device) -> Any:
+def _kernel(chosen: Plan, heads: int, grad_is_bf16: bool, momentum_is_bf16: bool, device: torch.device) -> Any:
     from grassy.ops.nvrtc import compile_kernels
 
     with torch.cuda.device(device):
         capability = torch.cuda.get_device_capability(device)
-        macros = defines(chosen, grad_is_bf16, momentum_is_bf16)
+        macros = defines(chosen, heads, grad_is_bf16, momentum_is_bf16)
         return compile_kernels(source(), ["step"], macros, capability)[0]
 
 
 def _pause(chosen: Plan, rounds: bool) -> int:
-    """Nanoseconds between blocks of a multiprocessor that begin a launch: until memory has delivered what one loads, if
+    """Cycles between blocks of a multiprocessor that begin a launch: until memory has delivered what one loads, if
     there is more than one round of them.
     """
-    return round(MEMORY_NS_PER_KIB * 12 * chosen.classes * chosen.k * chosen.columns / 1024) if rounds else 0
+    return round(MEMORY_CYCLES_PER_KIB * 12 * chosen.classes * chosen.k * chosen.columns / 1024) if rounds else 0
 
 
 def _streamed(chosen: Plan) -> bool:
@@ -259,12 +282,12 @@ def _streamed(chosen: Plan) -> bool:
 
 
 @functools.cache
-def _stream_kernels(grad_is_bf16: bool, momentum_is_bf16: bool, device: torch.device) -> Any:
+def _stream_kernels(heads: int, grad_is_bf16: bool, momentum_is_bf16: bool, device: torch.device) -> Any:
     from grassy.ops.nvrtc import compile_kernels
 
     with torch.cuda.device(device):
         capability = torch.cuda.get_device_capability(device)
-        macros = defines(STREAMED, grad_is_bf16, momentum_is_bf16)
+        macros = defines(STREAMED, heads, grad_is_bf16, momentum_is_bf16)
         return compile_kernels(source(STREAM_SOURCE), cuda_stream.KERNELS, macros, capability)
 
 
@@ -273,7 +296,7 @@ def source(file: Path = SOURCE) -> str:
     return re.sub(r'#include "(.+)"', lambda found: file.with_name(found[1]).read_text(), file.read_text())
 
 
-def defines(chosen: Plan, grad_is_bf16: bool, momentum_is_bf16: bool) -> dict[str, int]:
+def defines(chosen: Plan, heads: int, grad_is_bf16: bool, momentum_is_bf16: bool) -> dict[str, int]:
     """What step.cu and stream.cu are compiled with."""
     return {
         "ROWS": chosen.rows,
@@ -281,8 +304,8 @@ def defines(chosen: Plan, grad_is_bf16: bool, momentum_is_bf16: bool) -> dict[st
         "CLUSTER": chosen.cluster,
         "WARPS": chosen.warps,
         "BLOCKS": chosen.blocks,
-        "TURNS": chosen.turns,
-        "HEADS": HEADS,
+        "PIECES_AT_ONCE": chosen.pieces,
+        "HEADS": heads,
         "GRAD_BF16": int(grad_is_bf16),
         "MOMENTUM_BF16": int(momentum_is_bf16),
     }

@@ -7,6 +7,31 @@ extern __shared__ float4 shared4[];
 
 __device__ void bring_to_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
+// An address in shared memory, which is not found out again wherever it is used.
+__device__ u32 shared_address(const void* p) {
+    u32 address = (u32)__cvta_generic_to_shared(p);
+    asm volatile("" : "+r"(address));
+    return address;
+}
+
+// Four numbers from memory to shared memory, if `really`, without a register that waits for them.
+__device__ void copy_to_shared(bool really, u32 to, const float* from) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p cp.async.cg.shared.global [%1], [%2], 16; }"
+                 ::"r"((u32)really), "r"(to), "l"(from) : "memory");
+}
+// As one store, which the compiler does not always see.
+__device__ void put_to_shared(u32 to, float4 v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+__device__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Of the clock of this multiprocessor.
+__device__ unsigned long long cycles() {
+    unsigned long long time;
+    asm volatile("mov.u64 %0, %%clock64;" : "=l"(time)::"memory");
+    return time;
+}
+
 // A barrier for the first threads of a block.
 template <int THREADS_THAT_MEET>
 __device__ void wait_for_first() {

@@ -7,11 +7,11 @@
 #define TILES (ROWS == 8 ? 2 : ROWS == 16 ? 6 : 20)  // 16 x 8 pieces of the Gram matrices
 #define TEAMS (ROWS == 32 ? 2 : 1)      // warps share the tiles, of which there are too many for the registers of one
 #define TEAM (WARPS / TEAMS)            // warps that add up the same tiles
-#define BUFFERS (ROWS == 8 ? WARPS / TURNS : ROWS == 16 ? WARPS / 2 : 2)  // places where warps of a team do so at once
-#define CHAINS (ROWS == 8 ? 3 : 1)       // sums that do not wait for each other; more rows have enough tiles for that
+#define BUFFERS (ROWS == 8 ? WARPS : ROWS == 16 ? WARPS / 2 : 2)  // places where warps of a team do so at once
+#define SHARE (TILES / TEAMS)          // tiles of a warp
 #define MIDDLE (ROWS == 8 ? 32 : MATRIX / 4)  // threads for the k x k matrices, four entries each
 static_assert(MIDDLE <= THREADS && TEAM % BUFFERS == 0 && WARPS % GROUPS == 0, "more warps are needed");
-#define BATCH 4                         // loads of a thread that are under way at once, of each of W, D and M
+#define ROWS_AT_ONCE (ROWS == 8 ? (8 + WARPS - 1) / WARPS : 1)  // that a warp loads, PIECES_AT_ONCE of 128 columns of each
 #define LARGEST_TURN 64.0f  // 2**MAX_DOUBLINGS of the reference
 #define SMALL_TURN 0.02f    // of a squared angle: there a polynomial of degree 2 in it is right to 1e-8. `usual` compares
                             // it with the norm of the matrix of them, `middle` with its trace, which is no smaller
@@ -46,6 +46,6 @@ struct Heads {
 struct Taken { int head, first; };
 __device__ Taken taken_by(const Heads& heads, int number) {
     int head = 0;
-    while (number >= heads.end[head]) head++;
+    while (HEADS > 1 && number >= heads.end[head]) head++;
     return {head, (number - (head ? heads.end[head - 1] : 0)) * (1 + PAIRS)};
 }

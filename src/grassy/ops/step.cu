@@ -12,8 +12,8 @@
 //
 // The products with n columns run on tensor cores. A TF32 number has 11 bits, so x is split into two of them, and x y is
 // taken as three products (high high, high low, low high), good to 2^-22. Tensor cores cut off instead of rounding when
-// they add up, which would bias long sums: a Gram matrix is summed by them over 32 columns at most, and W' is formed as
-// W plus a small correction.
+// they add up, which would bias long sums: high high of a Gram matrix is summed by them over 32 columns at most, and W' is
+// formed as W plus a small correction.
 //
 // If the turn is so large that the rounding of A is felt, or A is lost in cancellation where it matters, the class is
 // treated with care: H replaces B, and the new W is corrected by its own Gram matrix, as the reference does.
@@ -22,12 +22,18 @@
 // matrices are zero but for two blocks on the diagonal, unless one of them needs more than the usual.
 //
 // Compile with -DROWS=8|16|32 (k rounded up, or 2 k for pairs), -DPAIRS=0|1, -DCLUSTER=1|2|4|8, -DWARPS=2|4|8|16,
-// -DBLOCKS= how many of these thread blocks a multiprocessor is to hold, -DTURNS=1|2 in which warps add up their sums, if
-// there are 8 rows, -DHEADS= how many heads a launch may have, -DGRAD_BF16=0|1, -DMOMENTUM_BF16=0|1.
+// -DBLOCKS= how many of these thread blocks a multiprocessor is to hold, -DPIECES_AT_ONCE= of 128 columns of a row that
+// are loaded at once, -DHEADS= how many heads a launch may have, -DGRAD_BF16=0|1, -DMOMENTUM_BF16=0|1.
 
 #include "hardware.cuh"
 #include "launch.cuh"
 #include "columns.cuh"
+#if ROWS == 8
+#include "eight_rows.cuh"
+#else
+#include "more_rows.cuh"
+#endif
+#include "grams.cuh"
 #include "turn.cuh"
 
 extern "C" __global__ void
@@ -66,50 +72,61 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
     auto matrix = [&](int i) { return rest + i * MATRIX; };
     const Matrices m = {matrix(0), matrix(1), matrix(2), matrix(4), matrix(5),
                         matrix(6), matrix(7), matrix(8), matrix(3)};
-    float* sums = m.T;  // before there is anything in T and those after it
+    float* sums = ROWS == 8 ? m.G : m.T;  // before there is anything in that and what comes after it
     if (SENT_FROM_MATRICES) mine = (float4*)m.T;
 
     // Blocks that begin together would load together, and then all compute while memory idles. Of the first round, those
     // that share a multiprocessor therefore begin one after the other.
     const int cluster = blockIdx.x / CLUSTER;
-    if (pause && cluster < resident) __nanosleep(pause * (cluster * BLOCKS / resident));
+    if (pause && cluster < resident) {
+        const unsigned long long begin = cycles(), wait = (unsigned)pause * (cluster * BLOCKS / resident);
+        while (cycles() - begin < wait) {}  // who sleeps may sleep twice as long
+    }
 
     // Steps 1 to 3 of Algorithm 1, but for the projection: W and B = mu M + D, zero beyond n.
     if (warp == 0) columns.zeros()[lane] = 0;
-    auto sum = [&](float y, float z) { return has_momentum ? fmaf(mu, z, sign * y) : sign * y; };
-    for (int row = warp; row < rows; row += WARPS) {
-        const long long at = (long long)row * n + start;
-        float *w_row = columns.w() + row * stride, *b_row = columns.b() + row * stride;
-        if (vectors) {
-            for (int column = 4 * lane; column < slice; column += 128 * BATCH) {
-                float4 x[BATCH], y[BATCH], z[BATCH];
+    const u32 w_here = shared_address(columns.w()), b_here = w_here + 4 * rows * stride;
+    auto sum = [&](float y, const float& z) { return has_momentum ? fmaf(mu, z, sign * y) : sign * y; };
+#pragma unroll 1
+    for (int first_row = warp; first_row < ROWS && vectors; first_row += WARPS * ROWS_AT_ONCE)
+#pragma unroll 1
+        for (int column = 4 * lane; column < inside; column += 128 * PIECES_AT_ONCE) {
+            // All of it is on the way before anything is waited for. W goes to shared memory by itself.
+            float4 y[ROWS_AT_ONCE][PIECES_AT_ONCE], z[ROWS_AT_ONCE][PIECES_AT_ONCE];
 #pragma unroll
-                for (int i = 0; i < BATCH; i++) {
-                    const int here = column + 128 * i;
-                    x[i] = y[i] = z[i] = make_float4(0, 0, 0, 0);
-                    if (here < inside) {
-                        x[i] = get4(weight + at + here);
-                        y[i] = get4(grad + at + here);
-                        if (has_momentum) z[i] = get4(momentum + at + here);
-                    }
-                }
+            for (int r = 0; r < ROWS_AT_ONCE; r++) {
+                const int row = first_row + r * WARPS, at = row * n + start + column;
+                const float* from_w = weight + at;
+                const Grad* from_d = grad + at;
+                const Momentum* from_m = momentum + at;
 #pragma unroll
-                for (int i = 0; i < BATCH; i++) {
-                    const int here = column + 128 * i;
-                    if (here >= slice) continue;
-                    *(float4*)(w_row + here) = x[i];
-                    *(float4*)(b_row + here) =
-                        make_float4(sum(y[i].x, z[i].x), sum(y[i].y, z[i].y), sum(y[i].z, z[i].z), sum(y[i].w, z[i].w));
+                for (int i = 0; i < PIECES_AT_ONCE; i++) {
+                    const bool here = row < rows && column + 128 * i < inside;
+                    copy_to_shared(here, w_here + 4 * (row * stride + column + 128 * i), from_w + 128 * i);
+                    if (here) y[r][i] = get4(from_d + 128 * i);
+                    if (here && has_momentum) z[r][i] = get4(from_m + 128 * i);
                 }
             }
-        } else {
-#pragma unroll 4
-            for (int column = lane; column < slice; column += 32) {
-                const bool here = column < inside;
-                w_row[column] = here ? weight[at + column] : 0;
-                b_row[column] = here ? sum(get(grad + at + column), has_momentum ? get(momentum + at + column) : 0) : 0;
-            }
+#pragma unroll
+            for (int r = 0; r < ROWS_AT_ONCE; r++)
+#pragma unroll
+                for (int i = 0; i < PIECES_AT_ONCE; i++) {
+                    const int row = first_row + r * WARPS;
+                    if (row >= rows || column + 128 * i >= inside) continue;
+                    const float4 &u = y[r][i], &v = z[r][i];
+                    put_to_shared(b_here + 4 * (row * stride + column + 128 * i),
+                                  make_float4(sum(u.x, v.x), sum(u.y, v.y), sum(u.z, v.z), sum(u.w, v.w)));
+                }
         }
+    for (int row = warp; row < rows; row += WARPS) {
+        const int at = row * n + start;
+        float *w_row = columns.w() + row * stride, *b_row = columns.b() + row * stride;
+#pragma unroll 4
+        for (int column = lane; column < inside && !vectors; column += 32) {
+            w_row[column] = weight[at + column];
+            b_row[column] = sum(get(grad + at + column), has_momentum ? get(momentum + at + column) : 0);
+        }
+        for (int column = max(inside, 0) + lane; column < slice; column += 32) w_row[column] = b_row[column] = 0;
     }
     // While this cluster computes, memory would idle: what a later one will need is brought into the L2 cache. The first
     // `resident` of them load for themselves at once.
@@ -124,6 +141,7 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
                 if (has_momentum) bring_to_l2(heads.momentum[next.head] + at);
             }
     }
+    wait_for_copies();
     __syncthreads();
 
     // A class usually needs one round. With care it takes three: H for B, the step, its own Gram matrix for the new W.

@@ -10,6 +10,7 @@
 #include "hardware.cuh"
 #include "launch.cuh"
 #include "columns.cuh"
+#include "more_rows.cuh"
 #include "turn.cuh"
 
 #define STREAM 4    // warps of a block that streams
@@ -118,7 +119,7 @@ turns(const __grid_constant__ Heads heads, const float* lr_on_device, const floa
     const Matrices m = {matrix(0), matrix(1), matrix(2), matrix(3), matrix(4),
                         matrix(5), matrix(6), matrix(7), matrix(8)};
     for (int i = threadIdx.x; i < TILES * 32; i += 256)
-        spread(i, tiles[(long long)blockIdx.x * TILES * 32 + i], 0, m.G, m.U, m.V, m.C);
+        spread(i, tiles[(long long)blockIdx.x * TILES * 32 + i], m.G, m.U, m.V, m.C);
     __syncthreads();
     unsigned long long* counts = heads.counts[taken_by(heads, first + blockIdx.x).head];
     const Verdict found = middle(m, rate, flags, (float)max_angle, false, true, counts);
@@ -214,10 +215,10 @@ moves(const __grid_constant__ Heads heads, const float* momentum_on_device, cons
                 const int count = r < k ? min(n - column - offset, 4) : 0;
                 const long long at = (long long)r * n + column + offset;
                 if (tile < 2) {
-                    if (verdict == MOVE) put_some(of.weight + at, v, count, of.vectors);
+                    if (verdict == MOVE) put_four(of.weight + at, v, count, of.vectors);
                 } else if (of.has_momentum) {
                     if (absent[r] == 1) v = make_float4(0, 0, 0, 0);  // and to stay so exactly
-                    put_some(of.momentum + at, v, count, of.vectors);
+                    put_four(of.momentum + at, v, count, of.vectors);
                 }
             }
         __syncwarp();
