@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import random
 import re
 import shutil
 import subprocess
@@ -324,3 +325,37 @@ def test_what_needs_care_is_left_to_the_other_kernel(transport, emulated, monkey
     assert verdicts[0].tolist() == [move, skip, stay, again, move, move]
     agree(found, expected(w, d, m, 5e-3, transport=transport))
     assert torch.equal(found[0][1:3], w[1:3])
+
+
+def guarded(x, offset):
+    """A copy of x that begins `offset` numbers after a good address, and all that lies around it."""
+    around = torch.full((x.numel() + 64,), 12345.0, dtype=x.dtype)
+    inner = around[32 + offset : 32 + offset + x.numel()].view(x.shape)
+    return inner.copy_(x), around
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_the_shape_and_its_division_nothing_beyond_is_touched(seed, emulated, monkeypatch):
+    chance = random.Random(seed)
+    classes, cluster, warps = chance.choice([1, 2]), chance.choice([1, 2, 4, 8]), chance.choice([2, 4, 8])
+    k = chance.randint(1, 8 // classes)
+    n = chance.choice([1, 4]) * chance.randint(k + 2, 250)
+    columns = 32 * (-(-n // (32 * cluster)) + chance.choice([0, 1]))  # with 1 the last blocks may have none of them
+    emulated(Plan(k, 8, cluster, columns, warps, chance.randint(1, 4), classes))
+    w, d, m = case((chance.randint(2, 4), k, n))
+    d, m = (x.to(chance.choice([torch.float32, BF16])) for x in (d, m))
+    offset = chance.choice([0, 0, 1])
+    right = expected(w, d, m)
+    found = []
+    for order in range(3):
+        monkeypatch.setattr(EmulatedKernel, "seed", order)
+        copies = [guarded(x, offset) for x in (w, d, m)]
+        new_w, gradient, new_m = (inner for inner, _ in copies)
+        ((skipped, capped),) = cuda_step.geodesic_steps([new_w], [gradient], [new_m], 0.05, 0.9, **OPTIONS)
+        for _, around in copies:
+            assert (around[: 32 + offset] == around[0]).all()
+            assert (around[32 + offset + w.numel() :] == around[0]).all()
+        found.append((new_w, new_m, (int(skipped), int(capped))))
+        assert torch.equal(new_w, found[0][0])
+        assert torch.equal(new_m, found[0][1])
+    agree((found[0][0], found[0][1] if m.dtype == torch.float32 else None, found[0][2]), right, 3e-6)
