@@ -290,6 +290,7 @@ def test_several_heads_rates_in_tensors_and_a_flag_that_skips(chosen, lr, loads,
 
     if not loads:
         monkeypatch.setattr(cuda_step, "_kernel", for_one_head_only)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(cuda_stream, "AT_ONCE", 2)
     sizes = [0, 3, 1, 0, 2]
     weights = [g.random_subspace(size, chosen.k, 70) if size else torch.empty(0, chosen.k, 70) for size in sizes]

@@ -214,8 +214,9 @@ def geodesic_steps(
         types = [dtype == torch.bfloat16 for dtype in dtypes]
         try:
             kernel = _kernel(chosen, number, *types, weight.device)
+            stream_kernels = _stream_kernels(number, *types, weight.device) if _streamed(chosen) else None
         except RuntimeError:
-            if number == 1:
+            if number == 1 or not torch.cuda.is_current_stream_capturing():
                 raise
             # While a graph is captured a module cannot always be loaded. That for one head is there.
             for w, d, m, total in zip(weights, grads, momentum_buffers, counts, strict=True):
@@ -227,9 +228,8 @@ def geodesic_steps(
         values.append(0.0 if max_angle is None else float(max_angle))
         verdicts, ahead = weight, _bringing_ahead(kernel, chosen, n, weight.device)
         pause = _pause(chosen, clusters > ahead)
-        if _streamed(chosen):
-            kernels = _stream_kernels(number, *types, weight.device)
-            verdicts = cuda_stream.steps(kernels, heads, clusters, weight, pointers, values, k, n, flags)
+        if stream_kernels:
+            verdicts = cuda_stream.steps(stream_kernels, heads, clusters, weight, pointers, values, k, n, flags)
             flags, ahead, pause = flags | CAREFUL_ONLY, NOTHING_AHEAD, 0
         arguments = [heads, *pointers, verdicts, *values, k, n, chosen.columns, ahead, pause, flags]
         kernel.launch(clusters * chosen.cluster, 32 * chosen.warps, chosen.shared_bytes, arguments)

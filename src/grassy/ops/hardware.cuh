@@ -19,11 +19,12 @@ __device__ void copy_to_shared(bool really, u32 to, const float* from) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p cp.async.cg.shared.global [%1], [%2], 16; }"
                  ::"r"((u32)really), "r"(to), "l"(from) : "memory");
 }
-// As one store, which the compiler does not always see.
+__device__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// In one store: the compiler does not always see that these four belong together.
 __device__ void put_to_shared(u32 to, float4 v) {
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
-__device__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Of the clock of this multiprocessor.
 __device__ unsigned long long cycles() {

@@ -8,7 +8,7 @@
 #define TEAMS (ROWS == 32 ? 2 : 1)      // warps share the tiles, of which there are too many for the registers of one
 #define TEAM (WARPS / TEAMS)            // warps that add up the same tiles
 #define BUFFERS (ROWS == 8 ? WARPS : ROWS == 16 ? WARPS / 2 : 2)  // places where warps of a team do so at once
-#define SHARE (TILES / TEAMS)          // tiles of a warp
+#define SHARE (TILES / TEAMS)           // tiles of a warp
 #define MIDDLE (ROWS == 8 ? 32 : MATRIX / 4)  // threads for the k x k matrices, four entries each
 static_assert(MIDDLE <= THREADS && TEAM % BUFFERS == 0 && WARPS % GROUPS == 0, "more warps are needed");
 #define ROWS_AT_ONCE (ROWS == 8 ? (8 + WARPS - 1) / WARPS : 1)  // that a warp loads, PIECES_AT_ONCE of 128 columns of each

@@ -29,7 +29,7 @@ __device__ void add_products(bool fresh, float (*sums)[4], const Split* first, c
 }
 
 // The tiles from TEAM_NUMBER * SHARE on, of the columns from `begin` to `end` that this warp takes; operands and columns
-// as with 8 rows.
+// are as in eight_rows.cuh.
 template <int TEAM_NUMBER>
 __device__ void gram(const Columns& columns, int begin, int end, float (*total)[4]) {
     constexpr int FROM = TEAM_NUMBER * SHARE, TO = FROM + SHARE;
