@@ -25,7 +25,7 @@ bench: $(VENV)/installed-dev  ## the cost of a step on this machine's CPU
 	$(RUN) -m benchmarks.step_cpu
 
 docs: $(VENV)/installed-dev  ## the reference of the public names, from the docstrings, in site/
-	$(VENV)/bin/pdoc -o site grassy grassy.geometry grassy.ops grassy.heads grassy.optim grassy.surgery grassy.analysis grassy.transfer grassy.report
+	$(VENV)/bin/pdoc -o site grassy grassy.geometry grassy.kernels grassy.heads grassy.optim grassy.surgery grassy.analysis grassy.transfer grassy.report
 
 clean:
 	rm -rf $(VENV) site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,9 +1,9 @@
 """How far bases drift from orthonormality, and how exact a step is: `python -m benchmarks.drift`.
 
 The same random gradients drive three optimizers in float32: Algorithm 1 of the paper without its step 5, Algorithm 1
-with step 5, a QR decomposition, in every fifth step, as the paper runs it, and `ops.geodesic_step`. The error is the
-largest entry of |W Wᵀ − I|, computed in float64. The gradients are of such a size that classes turn by some hundredths
-of a radian a step.
+with step 5, a QR decomposition, in every fifth step, as the paper runs it, and `kernels.geodesic_step`. The error is
+the largest entry of |W Wᵀ − I|, computed in float64. The gradients are of such a size that classes turn by some
+hundredths of a radian a step.
 
 One step of ours in float32 is also compared with Algorithm 1 in float64 from the same state: the largest distance, over
 classes, between the subspaces that they reach.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import machine, need_gpu, save
-from grassy import geometry, ops, paper
+from grassy import geometry, kernels, paper
 
 LR, MOMENTUM, TURN = 0.1, 0.9, 0.03
 QR_EVERY = 5
@@ -62,7 +62,7 @@ def drift(classes: int, k: int, n: int, device: str, steps: list[int]) -> dict[s
         algorithm_1(with_qr, m_with_qr, d.mT, driver)
         if step % QR_EVERY == 0:
             with_qr.copy_(torch.linalg.qr(with_qr).Q)
-        ops.geodesic_step(w, d, m, LR, MOMENTUM)
+        kernels.geodesic_step(w, d, m, LR, MOMENTUM)
         if step in steps:
             rows.append(row(step))
     turns = LR * torch.linalg.svdvals(m.double())
@@ -78,7 +78,7 @@ def distance_to_float64(classes: int, k: int, n: int, device: str) -> float:
     d = scale * torch.randn_like(w)
     s = geometry.orthonormalize(w.double()).mT.contiguous()  # rounding of the start is none of the step's errors
     algorithm_1(s, m.double().mT.contiguous(), d.double().mT, None)
-    ops.geodesic_step(w, d, m, LR, MOMENTUM)
+    kernels.geodesic_step(w, d, m, LR, MOMENTUM)
     return float(geometry.distance(geometry.orthonormalize(w.double()), s.mT).max())
 
 
@@ -101,7 +101,7 @@ def main() -> None:
         "classes": args.classes,
         "k": args.k,
         "n": args.n,
-        "implementation": ops.choose("auto", torch.empty(shape, device=args.device)),
+        "implementation": kernels.choose("auto", torch.empty(shape, device=args.device)),
         "qr_every": QR_EVERY,
         "distance_to_float64": distance_to_float64(*shape, args.device),
         "paper": paper.figures("drift")["after_iterations"],

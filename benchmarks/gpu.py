@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import grassy
-from grassy.training.journal import environment
+from grassy.runs.records import environment
 
 
 def need_gpu(device: str = "cuda") -> None:

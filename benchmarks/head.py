@@ -2,7 +2,7 @@
 
 The yardstick is the arithmetic that no implementation can avoid, as torch does it: `nn.Linear(n, C*k, bias=False)`,
 forward, and backward from a gradient that is given. Beside it stand the loss without logits
-(`ops.subspace_cross_entropy`), the logits by kernels with torch's cross-entropy, the same in eager torch
+(`kernels.subspace_cross_entropy`), the logits by kernels with torch's cross-entropy, the same in eager torch
 (`impl="reference"`), and what people use now: `nn.Linear(n, C)` with cross-entropy.
 
 All under bfloat16 autocast with float32 weights, features and gradients; features and weight get fresh gradients in
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.gpu import captured, machine, medians, need_gpu, save
-from grassy import geometry, ops
-from grassy.ops import cross_entropy
+from grassy import geometry, kernels
+from grassy.kernels import cross_entropy
 
 #: Batch, feature dimension, classes and subspace dimension.
 SHAPES = ((256, 2048, 1000, 8), (1024, 2048, 1000, 8), (1024, 768, 21841, 8))
@@ -52,10 +52,12 @@ def measure(batch: int, n: int, classes: int, k: int) -> dict[str, Any]:
     gradient = torch.randn(batch, classes * k, device="cuda", dtype=torch.bfloat16) / batch
     works = {
         YARDSTICK: forward_and_backward([x, long], lambda: F.linear(x, long), gradient),
-        "fused": forward_and_backward([x, weight], lambda: ops.subspace_cross_entropy(x, weight, target)),
-        "logits": forward_and_backward([x, weight], lambda: F.cross_entropy(ops.subspace_logits(x, weight), target)),
+        "fused": forward_and_backward([x, weight], lambda: kernels.subspace_cross_entropy(x, weight, target)),
+        "logits": forward_and_backward(
+            [x, weight], lambda: F.cross_entropy(kernels.subspace_logits(x, weight), target)
+        ),
         "naive": forward_and_backward(
-            [x, weight], lambda: F.cross_entropy(ops.subspace_logits(x, weight, impl="reference"), target)
+            [x, weight], lambda: F.cross_entropy(kernels.subspace_logits(x, weight, impl="reference"), target)
         ),
         "linear C": forward_and_backward([x, *short.parameters()], lambda: F.cross_entropy(short(x), target)),
     }

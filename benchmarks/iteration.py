@@ -27,9 +27,9 @@ import grassy
 from benchmarks import gpu, step_cpu
 from benchmarks.gpu import captured, machine, need_gpu, save
 from benchmarks.step import svd_step
-from grassy import ops
-from grassy.training.models import import_timm
-from grassy.training.update import learning_rates_on_device
+from grassy import kernels
+from grassy.models import import_timm
+from grassy.train.update import learning_rates_on_device
 
 CLASSES, K, LR = 1000, 8, 0.01
 #: The paper's architectures by timm's names, with the paper's batch sizes divided by its eight GPUs; a ResNet50 more.
@@ -80,7 +80,7 @@ def in_plain_torch(model: nn.Module, images: Tensor, labels: Tensor) -> Callable
         model.zero_grad(set_to_none=True)
         with torch.autocast(images.device.type, torch.bfloat16):
             features = model.forward_head(model.forward_features(images), pre_logits=True)  # type: ignore[operator]
-            logits = ops.subspace_logits(features, head.weight, head.initial_gamma, impl="reference")
+            logits = kernels.subspace_logits(features, head.weight, head.initial_gamma, impl="reference")
             loss = F.cross_entropy(logits, labels)
         loss.backward()
         optimizer.step()
@@ -95,7 +95,7 @@ def peers(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Callabl
 
     def with_grams() -> None:
         update()
-        ops.geodesic_step(weight, weight.grad, momentum, LR, 0.9, impl="reference")
+        kernels.geodesic_step(weight, weight.grad, momentum, LR, 0.9, impl="reference")
 
     graphs = {name: captured(work) if images.is_cuda else work for name, work in
               {"plain torch": with_grams, "update": update}.items()}  # fmt: skip

@@ -1,13 +1,13 @@
 """What the head needs in memory on a GPU, and a million classes: `python -m benchmarks.memory --large`.
 
 The peak of a forward and backward under bfloat16 autocast, beyond weight, its gradient and what was there before: for
-the loss without logits (`ops.subspace_cross_entropy`), the logits by kernels, the logits in eager torch, and
+the loss without logits (`kernels.subspace_cross_entropy`), the logits by kernels, the logits in eager torch, and
 `nn.Linear(n, C)`, all with cross-entropy; and for the products alone of `nn.Linear(n, C*k)`.
 
-With `--large` also a whole training step of a million classes: forward, backward and `ops.geodesic_step`. Its time, as
-a CUDA graph and as eager torch launches it, is compared with a sum of what cannot be avoided, all of it measured in the
-same run: four products (forward, again in the backward, and two gradients) at the rate of a product in bfloat16, five
-passes of the step and one cast of the weight to bfloat16 at the bandwidth of a device copy.
+With `--large` also a whole training step of a million classes: forward, backward and `kernels.geodesic_step`. Its time,
+as a CUDA graph and as eager torch launches it, is compared with a sum of what cannot be avoided, all of it measured in
+the same run: four products (forward, again in the backward, and two gradients) at the rate of a product in bfloat16,
+five passes of the step and one cast of the weight to bfloat16 at the bandwidth of a device copy.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.gpu import captured, copy_bandwidth, machine, medians, need_gpu, save
-from grassy import geometry, ops
+from grassy import geometry, kernels
 
 #: Batch, feature dimension, classes and subspace dimension: ImageNet-21K, and a million classes.
 SHAPE, LARGE = (1024, 768, 21841, 8), (1024, 512, 1_000_000, 4)
@@ -48,9 +48,9 @@ def measure(batch: int, n: int, classes: int, k: int) -> dict[str, Any]:
     target = torch.randint(0, classes, (batch,), device="cuda")
     short = nn.Parameter(torch.randn(classes, n, device="cuda"))
     losses: dict[str, tuple[Tensor, Callable[[], Tensor]]] = {
-        "fused": (weight, lambda: ops.subspace_cross_entropy(x, weight, target)),
-        "logits": (weight, lambda: F.cross_entropy(ops.subspace_logits(x, weight), target)),
-        "naive": (weight, lambda: F.cross_entropy(ops.subspace_logits(x, weight, impl="reference"), target)),
+        "fused": (weight, lambda: kernels.subspace_cross_entropy(x, weight, target)),
+        "logits": (weight, lambda: F.cross_entropy(kernels.subspace_logits(x, weight), target)),
+        "naive": (weight, lambda: F.cross_entropy(kernels.subspace_logits(x, weight, impl="reference"), target)),
         "linear C": (short, lambda: F.cross_entropy(F.linear(x, short), target)),
         "linear C*k": (weight, lambda: F.linear(x, weight.flatten(0, 1)).sum()),
     }
@@ -76,9 +76,9 @@ def measure_large(batch: int, n: int, classes: int, k: int) -> dict[str, Any]:
 
     def step() -> None:
         x.grad = weight.grad = None
-        backward(lambda: ops.subspace_cross_entropy(x, weight, target))
+        backward(lambda: kernels.subspace_cross_entropy(x, weight, target))
         assert weight.grad is not None
-        ops.geodesic_step(weight, weight.grad, buffer, LR, MOMENTUM)
+        kernels.geodesic_step(weight, weight.grad, buffer, LR, MOMENTUM)
 
     peak, _ = peak_of(step, x, weight)
     bandwidth = copy_bandwidth()
@@ -100,7 +100,7 @@ def measure_large(batch: int, n: int, classes: int, k: int) -> dict[str, Any]:
         "n": n,
         "classes": classes,
         "k": k,
-        "implementation": ops.choose("auto", weight),
+        "implementation": kernels.choose("auto", weight),
         "peak_gib": peak / 2**30,
         "step_ms": times["graph"],
         "eager_ms": times["eager"],

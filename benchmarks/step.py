@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import captured, copy_bandwidth, machine, medians, medians_in_graphs, need_gpu, save
-from grassy import geometry, ops
+from grassy import geometry, kernels
 
 LR, MOMENTUM = 1e-4, 0.9  # small, so that the subspaces stay where the gradient still points elsewhere
 FAR = 0.3  # radians by which a class turns, in all: too far for the shortest way through the kernels
@@ -39,7 +39,8 @@ def svd_step(s: Tensor, m: Tensor, d: Tensor, lr: float = LR) -> None:
 
 def other_way(w: Tensor, d: Tensor, m: Tensor, counts: Tensor) -> tuple[str, Callable[[], None]]:
     """Of a class that fits into registers: the kernel in Triton that it does not go to."""
-    from grassy.ops import triton_step, triton_stream  # not everyone has Triton
+    from grassy.kernels.triton import register_step as triton_step  # not everyone has Triton
+    from grassy.kernels.triton import step as triton_stream
 
     name, launch = ("streamed", triton_stream.launch)
     if triton_step.streamed(w):
@@ -52,16 +53,16 @@ def measure(classes: int, k: int, n: int, bandwidth: float, peers: bool) -> dict
     torch.manual_seed(0)
     w = geometry.random_subspace(classes, k, n, device="cuda")
     d, m = 1e-3 * torch.randn_like(w), torch.zeros_like(w)
-    chosen = ops.choose("auto", w)
-    others = [name for name in ("cuda", "triton") if name != chosen and not ops._impossible(name, w)]
+    chosen = kernels.choose("auto", w)
+    others = [name for name in ("cuda", "triton") if name != chosen and not kernels._impossible(name, w)]
     counts = torch.zeros(2, dtype=torch.int64, device="cuda")
 
     def step(impl: str) -> None:
-        ops.geodesic_steps([w], [d], [m], LR, MOMENTUM, counts=[counts], impl=impl)  # as the optimizer calls it
+        kernels.geodesic_steps([w], [d], [m], LR, MOMENTUM, counts=[counts], impl=impl)  # as the optimizer calls it
 
     names = ["auto", *others, "reference"]
     contestants = {name: captured(lambda name=name: step(name)) for name in names}
-    if "triton" in (chosen, *others) and ops._load("triton").fits(w):
+    if "triton" in (chosen, *others) and kernels._load("triton").fits(w):
         name, launch = other_way(w, d, m, counts)
         contestants[name] = captured(launch)
     contestants["launch"] = captured(lambda: counts.add_(0))  # next to nothing: what comes with every launch
@@ -80,7 +81,7 @@ def measure(classes: int, k: int, n: int, bandwidth: float, peers: bool) -> dict
     def to_and_fro() -> None:
         lr = FAR / (1e-3 * (k * n) ** 0.5)
         for maximize in (False, True):
-            ops.geodesic_steps([w], [d], [m], lr, 0.0, maximize=maximize, counts=[counts])
+            kernels.geodesic_steps([w], [d], [m], lr, 0.0, maximize=maximize, counts=[counts])
 
     far = medians({"both": captured(to_and_fro)}, 10)["both"] / 2
     floor = 5 * w.nbytes / bandwidth

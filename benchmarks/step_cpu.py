@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import grassy
-from grassy import geometry, ops
+from grassy import geometry, kernels
 
 LR, MOMENTUM = 0.1, 0.9
 
@@ -59,8 +59,8 @@ def measure(classes: int, k: int, n: int, rounds: int) -> dict[str, float | str]
     fast = medians(
         {
             "copy": lambda: out.copy_(w),
-            "step": lambda: ops.geodesic_step(w, d, m, LR, MOMENTUM),
-            "plain torch": lambda: ops.geodesic_step(w, d, m, LR, MOMENTUM, impl="reference"),
+            "step": lambda: kernels.geodesic_step(w, d, m, LR, MOMENTUM),
+            "plain torch": lambda: kernels.geodesic_step(w, d, m, LR, MOMENTUM, impl="reference"),
             "one Gram matrix": lambda: torch.bmm(w, d.mT, out=gram),
             "one product": lambda: torch.bmm(gram, w, out=tall),
         },
@@ -77,7 +77,7 @@ def measure(classes: int, k: int, n: int, rounds: int) -> dict[str, float | str]
         "copy_ms": fast["copy"],
         "floor_ms": floor,
         "step_ms": fast["step"],
-        "implementation": ops.choose("auto", w),
+        "implementation": kernels.choose("auto", w),
         "step_over_floor": fast["step"] / floor,
         "plain_torch_over_floor": fast["plain torch"] / floor,
         "products_over_floor": 3 * (fast["one Gram matrix"] + fast["one product"]) / floor,

@@ -17,9 +17,9 @@ import torch
 
 from benchmarks.gpu import captured, copy_bandwidth, machine, medians, need_gpu, save
 from benchmarks.step import LR, MOMENTUM
-from grassy import geometry, ops
-from grassy.ops import cuda_step
-from grassy.ops.cuda_step import Plan
+from grassy import geometry, kernels
+from grassy.kernels.cuda import step as cuda_step
+from grassy.kernels.cuda.step import Plan
 
 #: Of a multiprocessor: registers, and those of them that a thread can do with.
 REGISTERS, FEWEST = 65536, 64
@@ -70,7 +70,7 @@ def measure(classes: int, k: int, n: int, bandwidth: float) -> dict[str, Any]:
     counts = torch.zeros(2, dtype=torch.int64, device="cuda")
 
     def step() -> None:
-        ops.geodesic_steps([w], [d], [m], LR, MOMENTUM, counts=[counts], impl="cuda")
+        kernels.geodesic_steps([w], [d], [m], LR, MOMENTUM, counts=[counts], impl="cuda")
 
     plans = list(candidates(k, n, torch.cuda.get_device_capability()))
     with ThreadPoolExecutor() as pool:  # kept on the disk, so that the second look finds them

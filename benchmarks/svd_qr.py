@@ -3,7 +3,7 @@
 1,000 Gaussian matrices of 2,048 x k, as Algorithm 1 meets them when training on ImageNet. On a GPU the thin SVD is
 cuSOLVER's `gesvda`, which the paper uses, and `gesvdj`, which goes from matrix to matrix; on a CPU (`--device cpu`) it
 is LAPACK's. They are timed by the clock, from an idle GPU to an idle GPU: they cannot be captured. A contestant that
-takes longer than the limit is not tried with larger k. The step is `ops.geodesic_step` with momentum, all five
+takes longer than the limit is not tried with larger k. The step is `kernels.geodesic_step` with momentum, all five
 parts of Algorithm 1: on a GPU a CUDA graph with the L2 cache emptied first.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import captured, machine, medians, need_gpu, save
-from grassy import geometry, ops, paper
+from grassy import geometry, kernels, paper
 
 LR, MOMENTUM = 1e-4, 0.9
 LIMIT_S = 3.0
@@ -60,10 +60,10 @@ def measure(classes: int, n: int, k: int, device: str, runs: int, limit: float, 
     d, m = 1e-3 * torch.randn_like(w), torch.zeros_like(w)
 
     def step() -> None:
-        ops.geodesic_step(w, d, m, LR, MOMENTUM)
+        kernels.geodesic_step(w, d, m, LR, MOMENTUM)
 
     row["step_ms"] = medians({"step": captured(step)})["step"] if device == "cuda" else median_ms(step, device, 9, 1.0)
-    row["implementation"] = ops.choose("auto", w)
+    row["implementation"] = kernels.choose("auto", w)
     return row
 
 

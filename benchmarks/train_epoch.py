@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 import grassy
-from grassy.training import build
-from grassy.training.distributed import Process, find_device
-from grassy.training.journal import environment
-from grassy.training.loop import Run
-from grassy.training.recipe import load_recipe
-from grassy.training.resident import ResidentLoader
+from grassy.data.device_loader import ResidentLoader
+from grassy.distributed.processes import Process, find_device
+from grassy.runs.recipe import load_recipe
+from grassy.runs.records import environment
+from grassy.train.loop import Run
+from grassy.train.objective import build_optimizer, compiles
 
 HEADS: dict[str, dict[str, Any]] = {
     "linear": {"name": "linear"},
@@ -62,8 +62,8 @@ def bare_update(run: Run) -> Callable[[], None]:
     loader = run.data.train
     assert isinstance(loader, ResidentLoader)
     images, labels = run.update.prepare(*loader.assemble(next(loader.plans(0))[0]))
-    model = torch.compile(run.model) if build.compiles(run.recipe, run.device) else run.model
-    optimizer = build.build_optimizer(run.recipe, run.model, run.device, run.captured)
+    model = torch.compile(run.model) if compiles(run.recipe, run.device) else run.model
+    optimizer = build_optimizer(run.recipe, run.model, run.device, run.captured)
     for group in optimizer.param_groups:  # it must not move the weights that the run is training
         group["lr"] = torch.zeros((), device=run.device) if run.captured else 0.0
         group["weight_decay"] = 0.0

@@ -19,8 +19,8 @@ import torch
 
 from benchmarks.transfer_features import Features, machine, make_features, timed
 from grassy.transfer import KNN, search_knn
-from grassy.transfer.folds import stratified_folds
-from grassy.transfer.knn import vote
+from grassy.transfer.solvers.folds import stratified_folds
+from grassy.transfer.solvers.knn import vote
 
 KS = tuple(range(1, 50, 2))
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from benchmarks.transfer_features import Features, machine
 from benchmarks.transfer_svm import quality, speed
-from grassy.training.distributed import find_device
-from grassy.training.feature_models import open_model
-from grassy.training.features import extract
+from grassy.distributed.processes import find_device
+from grassy.inference.feature_models import open_model
+from grassy.inference.features import extract
 from grassy.transfer.datasets import open_set
 
 

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.transfer_features import Features, machine, make_features, timed
 from grassy.transfer import LinearSVM, search_svm
-from grassy.transfer.scaling import mean_norm
+from grassy.transfer.solvers.scaling import mean_norm
 
 CS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 20)
 

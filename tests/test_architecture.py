@@ -11,14 +11,17 @@ PACKAGE = Path(grassy.__file__).parent
 
 # Each part may use the parts before it, and itself. Parts on one line do not use each other.
 LAYERS = [
-    {"precision", "spelling", "subspaces", "torchvision_import"},
+    {"_version", "precision", "spelling", "subspaces", "torchvision_import"},
     {"criteria", "geometry", "paper"},
-    {"ops"},
+    {"kernels"},
     {"heads", "optim"},
     {"loss", "surgery", "analysis"},
-    {"training"},
+    {"models", "distributed"},
+    {"runs"},
+    {"data"},
+    {"inference"},
+    {"train"},
     {"transfer", "report"},
-    {"demo_page"},
     {"demo"},
     {"cli"},
     {"__main__"},

@@ -7,10 +7,9 @@ import torch
 import yaml
 from PIL import Image
 
-from grassy.training import checkpoint
-from grassy.training.checkpoint import LAST
-from grassy.training.loop import train
-from grassy.training.recipe import Recipe
+from grassy.runs.recipe import Recipe
+from grassy.runs.weights import LAST, read_weights
+from grassy.train.loop import train
 
 #: A transformer of a few thousand weights: no batch statistics, so results do not depend on how a batch is split.
 TINY = {
@@ -63,7 +62,7 @@ def tiny_folders(folder, images=6, classes=("cat", "dog", "owl"), size=12, seed=
 
 
 def weights(folder, name=LAST):
-    return checkpoint.read_weights(folder / name)
+    return read_weights(folder / name)
 
 
 def assert_same_weights(one, other):

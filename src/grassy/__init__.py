@@ -1,13 +1,12 @@
 """grassy: classifiers whose classes are subspaces."""
 
+from grassy._version import __version__
 from grassy.criteria import create_criterion
 from grassy.heads import GrassmannHead, Head, LinearHead, create_head
+from grassy.inference.load import load
 from grassy.loss import classification_loss
 from grassy.optim import AveragedModel, RiemannianSGD, clip_grad_norm_, make_optimizer
 from grassy.surgery import replace_head
-from grassy.training.checkpoint import load
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AveragedModel",
@@ -15,6 +14,7 @@ __all__ = [
     "Head",
     "LinearHead",
     "RiemannianSGD",
+    "__version__",
     "classification_loss",
     "clip_grad_norm_",
     "create_criterion",

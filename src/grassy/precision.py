@@ -81,3 +81,12 @@ def _reduce_nothing() -> Callable[[], None]:
                 kind.fp32_precision = each
 
     return restore
+
+
+def amp_dtype(amp: str, device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast for a recipe's `amp`, None for no autocast: "auto" is bfloat16 on a GPU, else off."""
+    if amp == "off" or (amp == "auto" and device.type != "cuda"):
+        return None
+    if amp == "float16" and device.type != "cuda":
+        raise ValueError("amp=float16 needs a GPU; on a CPU there are off and bfloat16")
+    return torch.float16 if amp == "float16" else torch.bfloat16

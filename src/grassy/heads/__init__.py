@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from grassy.heads.arcface import ArcFaceHead
-from grassy.heads.base import Criterion, Head, LossRequest
+from grassy.heads.base import Criterion, Head, LossRequest, heads_of
 from grassy.heads.cosine import CosineHead
 from grassy.heads.gamma import recommended_gamma
 from grassy.heads.grassmann import GrassmannHead
@@ -58,5 +58,6 @@ __all__ = [
     "SubcenterArcFaceHead",
     "check_head_options",
     "create_head",
+    "heads_of",
     "recommended_gamma",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from grassy.criteria import of_tokens
 from grassy.heads.standardize import standardization, standardized
-from grassy.ops import autocasts
+from grassy.kernels import autocasts
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
@@ -229,3 +229,8 @@ def linear(features: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     if not autocasts(features):
         features = features.to(weight.dtype)
     return nn.functional.linear(features, weight, bias)
+
+
+def heads_of(model: nn.Module) -> list[Head]:
+    """All heads in a model, in the order of its modules."""
+    return [module for module in model.modules() if isinstance(module, Head)]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from grassy.heads.base import Head, check_booleans, init_like_linear, linear, positive
-from grassy.ops import unit
+from grassy.kernels import unit
 
 
 def cosines(features: Tensor, weight: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grassy import geometry, ops
+from grassy import geometry, kernels
 from grassy.heads.base import Criterion, Head, LossRequest, check_booleans, number, positive_integer
 from grassy.heads.gamma import automatic_gamma
 
@@ -127,7 +127,7 @@ class GrassmannHead(Head):
         return geometry.present_rows(self.weight.detach()).sum(-1)
 
     def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
-        return ops.subspace_logits(features, self.weight, self.gamma, normalize=self.normalize)
+        return kernels.subspace_logits(features, self.weight, self.gamma, normalize=self.normalize)
 
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
         """The criterion on the logits; if it is cross-entropy and `fuse_loss` is set, without the logits."""
@@ -136,7 +136,7 @@ class GrassmannHead(Head):
         if options is None:
             return super().loss(features, target, criterion)
         features = self.prepare(features, target, criterion)
-        return ops.subspace_cross_entropy(
+        return kernels.subspace_cross_entropy(
             features, self.weight, target, self.gamma, normalize=self.normalize, **options
         )
 
@@ -155,7 +155,7 @@ class GrassmannHead(Head):
         """
         with torch.no_grad(), self.evaluating():
             weight = self.weight if self.subspace_names else _with_the_same_projection(self.weight)
-            inside = ops.subspace_logits(self.prepare(features), weight, 1.0)
+            inside = kernels.subspace_logits(self.prepare(features), weight, 1.0)
         return (1 - inside.amax(-1).square()).clamp(0, 1)
 
     def extra_repr(self) -> str:
@@ -182,7 +182,7 @@ def _with_the_same_projection(weight: Tensor) -> Tensor:
 
 
 def _cross_entropy_options(criterion: Criterion, target: Tensor) -> dict[str, Any] | None:
-    """The options of `ops.subspace_cross_entropy` that make it this criterion, or None if there are none."""
+    """The options of `kernels.subspace_cross_entropy` that make it this criterion, or None if there are none."""
     options: dict[str, Any] | None = None
     names = ("label_smoothing", "ignore_index", "reduction")
     if criterion is F.cross_entropy:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from grassy.heads.base import Criterion, Head, init_like_linear, positive, positive_integer
 from grassy.heads.cosine import cosines
-from grassy.ops import unit
+from grassy.kernels import unit
 
 
 class SoftTripleHead(Head):

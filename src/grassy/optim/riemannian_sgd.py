@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from grassy import geometry, ops
+from grassy import geometry, kernels
 
 REPAIR_ABOVE, REFUSE_ABOVE = 1e-5, 0.1
 
@@ -86,7 +86,7 @@ class RiemannianSGD(Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
                 if grad_scale is not None:  # in place, as the fused optimizers of torch do it
                     p.grad.div_(grad_scale.to(p.device, non_blocking=True))
-            ops.geodesic_steps(
+            kernels.geodesic_steps(
                 params,
                 [p.grad for p in params],
                 [self.state[p].get("momentum_buffer") for p in params],
@@ -147,7 +147,7 @@ def _check_options(group: dict[str, Any]) -> None:
         raise ValueError(f"lr must be a finite number >= 0, got {lr!r}")
     if not 0 <= group["momentum"] < 1:
         raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']!r}")
-    ops.check_step_options(group["retraction"], group["transport"], group["direction"], group["max_angle"])
+    kernels.check_step_options(group["retraction"], group["transport"], group["direction"], group["max_angle"])
 
 
 def _check_subspaces(p: Tensor) -> None:

@@ -5,17 +5,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+from grassy.data.images import Images, check_labels, open_images
+from grassy.data.stream_loader import STREAMS
+from grassy.distributed.processes import find_device
+from grassy.inference.feature_models import open_model
+from grassy.inference.features import extract
+from grassy.precision import amp_dtype
 from grassy.report.classes import SCALARS, describe
+from grassy.runs.atomic import write_atomically
+from grassy.runs.recipe import Recipe
+from grassy.runs.records import environment
+from grassy.runs.weights import Description, read_description, weights_file
 from grassy.surgery import HeadOnMap, find_classifiers
-from grassy.training import build
-from grassy.training.checkpoint import Description, read_description, weights_file, write_atomically
-from grassy.training.datasets import Images, check_labels, open_images
-from grassy.training.distributed import find_device
-from grassy.training.feature_models import open_model
-from grassy.training.features import extract
-from grassy.training.journal import environment
-from grassy.training.recipe import Recipe
-from grassy.training.streams import STREAMS
 
 ANALYSIS = "analysis.json"
 VERSION = 1
@@ -59,7 +60,7 @@ def analyze(
             where,
             batch_size=batch_size,
             workers=recipe.workers if workers is None else workers,
-            amp_dtype=build.amp_dtype(recipe, where),
+            amp_dtype=amp_dtype(recipe.amp, where),
             progress=f"features of {file.parent.name}",
         )
         features, labels = found.features.to(where), found.labels.to(where)

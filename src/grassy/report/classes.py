@@ -24,7 +24,7 @@ from grassy.analysis import (
 )
 from grassy.heads import GrassmannHead, Head
 from grassy.heads.multi import MultiHead
-from grassy.ops import unit
+from grassy.kernels import unit
 from grassy.report.packing import pack_angles
 
 NEAREST = 8

@@ -15,14 +15,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import grassy
 from grassy import paper
+from grassy._version import __version__
+from grassy.data.images import TRAIN_NAMES, VALIDATION_NAMES
 from grassy.report.analyze import ANALYSIS, analyze, digest, open_split, read_analysis
 from grassy.report.classes import SCALARS
 from grassy.report.samples import BUDGET, sample_images
-from grassy.training.checkpoint import read_description, weights_file, write_atomically
-from grassy.training.datasets import TRAIN_NAMES, VALIDATION_NAMES
-from grassy.training.journal import SUMMARY
+from grassy.runs.atomic import write_atomically
+from grassy.runs.records import SUMMARY
+from grassy.runs.weights import read_description, weights_file
 
 STYLES = ("page.css",)
 SCRIPTS = ("elements.js", "angles.js", "metrics.js", "curves.js", "colors.js", "matrix.js", "details.js", "page.js")
@@ -178,7 +179,7 @@ def write_page(runs: Sequence[PageRun], output: Path, title: str = "") -> Path:
 def render_page(runs: Sequence[PageRun], title: str = "") -> str:
     data = {
         "title": title,
-        "version": grassy.__version__,
+        "version": __version__,
         "scalars": [{"key": key, "title": t, "decimals": d, "about": a} for key, (t, d, a) in SCALARS.items()],
         "runs": [
             {"name": run.name, "analysis": run.analysis, "curves": run.curves, "samples": samples, "paper": run.paper}

@@ -5,7 +5,7 @@ import io
 from collections import defaultdict
 from typing import Any
 
-from grassy.training.datasets import Images
+from grassy.data.images import Images
 
 EACH = 4
 SIZE = 56

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from grassy.spelling import nearest
-from grassy.torchvision_import import import_torchvision
-from grassy.training.datasets import (
+from grassy.data.class_folders import is_hidden, open_files
+from grassy.data.images import (
     TRAIN_NAMES,
     VALIDATION_NAMES,
     ArrayImages,
@@ -19,7 +18,8 @@ from grassy.training.datasets import (
     arrays_from_file,
     open_images,
 )
-from grassy.training.files import is_hidden, open_files
+from grassy.spelling import nearest
+from grassy.torchvision_import import import_torchvision
 
 
 @dataclass(frozen=True)

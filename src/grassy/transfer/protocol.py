@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from grassy import paper
+from grassy.inference.feature_models import FeatureModel
+from grassy.inference.features import Features, extract
 from grassy.spelling import nearest
-from grassy.training.feature_models import FeatureModel
-from grassy.training.features import Features, extract
 from grassy.transfer.datasets import MissingData, TransferSet, open_set
-from grassy.transfer.knn import KS, samples_outside_folds, search_knn
-from grassy.transfer.probe import search_probe
-from grassy.transfer.search import Search
-from grassy.transfer.svm import search_svm
+from grassy.transfer.solvers.knn import KS, samples_outside_folds, search_knn
+from grassy.transfer.solvers.probe import search_probe
+from grassy.transfer.solvers.search import Search
+from grassy.transfer.solvers.svm import search_svm
 
 METHODS: dict[str, Callable[..., Search[Any]]] = {"svm": search_svm, "knn": search_knn, "probe": search_probe}
 PARAMETERS = {"svm": "C", "knn": "K", "probe": "C"}

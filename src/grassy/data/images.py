@@ -1,0 +1,296 @@
+"""Labelled images, wherever they lie: folders and tars through timm's readers, arrays in .npz files, the digits.
+
+All of them look the same: a length, class names, an image and its label by index, and a name for messages.
+"""
+
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from grassy.data.class_folders import is_hidden, open_files
+from grassy.data.decode import to_rgb
+from grassy.runs.recipe_values import check_dataset
+from grassy.spelling import nearest
+from grassy.torchvision_import import import_torchvision
+
+TRAIN_NAMES = ("train", "training")
+VALIDATION_NAMES = ("val", "valid", "validation", "eval", "evaluation", "test")
+
+
+class Images(Protocol):
+    """A set of labelled images."""
+
+    class_names: Sequence[str] | None
+
+    def __len__(self) -> int: ...
+
+    def load(self, index: int) -> tuple[Any, int]:
+        """An RGB image of Pillow and its label. Raises if the image cannot be read."""
+
+    def name(self, index: int) -> str: ...
+
+    def labels(self) -> np.ndarray | None:
+        """All labels, if they are known without reading the images."""
+
+
+def open_images(dataset: str, data_dir: Path | None, split: str, class_names: Sequence[str] | None = None) -> Images:
+    """A split of a data set.
+
+    dataset: "" for files in data_dir (class folders, tars, or .npz), "digits", or the name of a timm reader.
+    class_names: of the training set, whose numbering a validation set has to share.
+    """
+    check_dataset(dataset)
+    if dataset == "digits":
+        if data_dir is not None:
+            raise ValueError(f"dataset is digits, which has no files: for the images in {data_dir} it must be empty")
+        return digits(split)
+    if data_dir is None:
+        raise ValueError("where are the images? give --data-dir")
+    if not dataset.startswith("hfds/") and not data_dir.exists():
+        raise ValueError(f"--data-dir {data_dir} does not exist")
+    if dataset == "":
+        if data_dir.suffix == ".npz" or (data_dir.is_dir() and _npz(data_dir, split)):
+            return arrays_from_file(data_dir, split, class_names)
+        return _from_files(data_dir, split, class_names)
+    return _from_timm(dataset, data_dir, split)
+
+
+# --------------------------------------------------------------------------------------------------- arrays
+
+
+class ArrayImages:
+    """Images (N, H, W, 3) or (N, H, W) of uint8 in memory."""
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, class_names: Sequence[str] | None, where: str) -> None:
+        if (
+            images.dtype != np.uint8
+            or images.ndim not in (3, 4)
+            or (images.ndim == 4 and images.shape[3] not in (1, 3))
+        ):
+            shape = f"{images.dtype} {images.shape}"
+            raise ValueError(f"{where}: images must be uint8 of shape (N, H, W) or (N, H, W, 3), got {shape}")
+        if labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer):
+            raise ValueError(f"{where}: labels must be {len(images)} integers, got {labels.dtype} {labels.shape}")
+        if len(labels) == 0:
+            raise ValueError(f"{where} holds no images")
+        if labels.min() < 0:
+            raise ValueError(f"{where}: labels must not be negative, got {labels.min()}")
+        images = images[..., None] if images.ndim == 3 else images
+        self.images = images if images.shape[3] == 3 else np.repeat(images, 3, axis=3)
+        self.class_names: Sequence[str] | None = None if class_names is None else [str(name) for name in class_names]
+        self._labels, self.where = labels.astype(np.int64), where
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def load(self, index: int) -> tuple[Any, int]:
+        from PIL import Image
+
+        return Image.fromarray(self.images[index]), int(self._labels[index])
+
+    def name(self, index: int) -> str:
+        return f"{self.where}[{index}]"
+
+    def labels(self) -> np.ndarray:
+        return self._labels
+
+
+def arrays_from_file(path: Path, split: str, class_names: Sequence[str] | None = None) -> ArrayImages:
+    """A split from train.npz, test.npz and so on in a folder, or such a file itself.
+
+    A file has `x` (or `images`), `y` (or `labels`) and, if it likes, `classes`, the names. It is read without pickle.
+
+    class_names: of the training set, whose numbering the labels get.
+    """
+    file = path if path.suffix == ".npz" else _npz(path, split)
+    if file is None:
+        raise ValueError(f"{path} has no file {' or '.join(f'{name}.npz' for name in _split_names(split))}")
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            images, labels = (
+                next((arrays[name] for name in names if name in arrays), None)
+                for names in (("x", "images"), ("y", "labels"))
+            )
+            classes = arrays.get("classes")
+            found = ", ".join(arrays.files)
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{file} cannot be read as .npz: {error}") from None
+    if images is None or labels is None:
+        raise ValueError(f"{file} must hold x (or images) and y (or labels), found {found or 'nothing'}")
+    arrays_in_file = ArrayImages(images, labels, None if classes is None else classes.tolist(), file.name)
+    return arrays_in_file if class_names is None or classes is None else _renumbered(arrays_in_file, class_names)
+
+
+def _renumbered(images: ArrayImages, class_names: Sequence[str]) -> ArrayImages:
+    """The same images, with the numbers that the classes have in the training set."""
+    own = list(images.class_names or ())
+    if own == list(class_names):
+        return images
+    numbers = {name: number for number, name in enumerate(class_names)}
+    for name in own:
+        if name not in numbers:
+            raise ValueError(f"{images.where} has the class {name!r}, which the training set does not have")
+    labels = images.labels()
+    if labels.max() >= len(own):
+        raise ValueError(f"{images.where} has the label {labels.max()}, but names only {len(own)} classes")
+    return ArrayImages(images.images, np.array([numbers[name] for name in own])[labels], class_names, images.where)
+
+
+def digits(split: str) -> ArrayImages:
+    """scikit-learn's 1,797 digits of 8x8 pixels; every fifth one is for validation."""
+    from sklearn.datasets import load_digits
+
+    if split not in (*TRAIN_NAMES, *VALIDATION_NAMES):
+        raise ValueError(f"the digits have no split {split!r}: it is one of train and val")
+    bunch = load_digits()
+    fifth = np.arange(len(bunch.target)) % 5 == 0
+    chosen = ~fifth if split in TRAIN_NAMES else fifth
+    images = np.minimum(bunch.images[chosen] * 16, 255).astype(np.uint8)
+    return ArrayImages(images, bunch.target[chosen].astype(np.int64), [str(name) for name in range(10)], "digits")
+
+
+# --------------------------------------------------------------------------------------------------- files
+
+
+class ReaderImages:
+    """What a random-access reader of timm, or a data set of torchvision, gives."""
+
+    def __init__(self, dataset: Any, where: str) -> None:
+        self.dataset, self.where = dataset, where
+        reader = getattr(dataset, "reader", None)
+        self.reader = reader
+        names = getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None)
+        names = names or getattr(dataset, "class_to_idx", None)
+        self.class_names: Sequence[str] | None = sorted(names, key=lambda name: names[name]) if names else None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def load(self, index: int) -> tuple[Any, int]:
+        from PIL import Image
+
+        if self.reader is None:
+            image, label = self.dataset[index]
+            return to_rgb(image), int(label)
+        # The reader itself, not timm's ImageDataset, which would quietly take another image for one that is broken.
+        file, label, *_ = self.reader[index]
+        with file:
+            return to_rgb(Image.open(file)), int(label)
+
+    def name(self, index: int) -> str:
+        if self.reader is None:
+            return f"{self.where}[{index}]"
+        return str(self.reader.filename(index, absolute=True))
+
+    def labels(self) -> np.ndarray | None:
+        samples = getattr(self.reader, "samples", None)
+        targets = getattr(self.reader, "targets", getattr(self.dataset, "targets", None))
+        if targets is None and samples is not None:
+            targets = [label for _, label in samples]
+        return None if targets is None else np.asarray(targets, dtype=np.int64)
+
+
+def _from_files(data_dir: Path, split: str, class_names: Sequence[str] | None) -> Images:
+    import_torchvision()
+    from timm.data import ImageDataset
+
+    root = _split_folder(data_dir, split) if data_dir.is_dir() else data_dir
+    return ReaderImages(ImageDataset(str(root), reader=open_files(root, class_names)), str(root))
+
+
+def _from_timm(name: str, data_dir: Path, split: str) -> Images:
+    import_torchvision()
+    from timm.data import create_dataset
+
+    try:
+        dataset = create_dataset(name, root=str(data_dir), split=split)
+    except AssertionError as error:
+        raise ValueError(str(error) or f"timm cannot open {name!r} in {data_dir}") from None
+    except RuntimeError as error:  # torchvision: not found or corrupted; its advice is not for our users
+        why = str(error).replace("You can use download=True to download it", "grassy downloads nothing")
+        raise ValueError(f"{name} in {data_dir}: {why}") from None
+    pixels, targets = getattr(dataset, "data", None), getattr(dataset, "targets", None)
+    if isinstance(pixels, np.ndarray) and targets is not None:  # torchvision's CIFAR: the resident loader can take it
+        return ArrayImages(pixels, np.asarray(targets), getattr(dataset, "classes", None), name)
+    return ReaderImages(dataset, name)
+
+
+class Joined:
+    """Several sets, one after the other."""
+
+    def __init__(self, parts: list[Images]) -> None:
+        self.parts = parts
+        self.class_names = parts[0].class_names
+        self.ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def _find(self, index: int) -> tuple[Images, int]:
+        part = int(np.searchsorted(self.ends, index, side="right"))
+        return self.parts[part], index - int(self.ends[part] - len(self.parts[part]))
+
+    def load(self, index: int) -> tuple[Any, int]:
+        images, place = self._find(index)
+        return images.load(place)
+
+    def name(self, index: int) -> str:
+        images, place = self._find(index)
+        return images.name(place)
+
+    def labels(self) -> np.ndarray | None:
+        labels = [part.labels() for part in self.parts]
+        return None if any(part is None for part in labels) else np.concatenate(labels)  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------------------------------- splits
+
+
+def _split_names(split: str) -> list[str]:
+    for synonyms in (TRAIN_NAMES, VALIDATION_NAMES):
+        if split in synonyms:
+            return [split, *(name for name in synonyms if name != split)]
+    return [split]
+
+
+def _npz(folder: Path, split: str) -> Path | None:
+    return next((folder / f"{name}.npz" for name in _split_names(split) if (folder / f"{name}.npz").is_file()), None)
+
+
+def _split_folder(root: Path, split: str) -> Path:
+    """The folder or tar of a split. timm would take the whole tree where there is none, validation with training."""
+    for name in _split_names(split):
+        for candidate in (root / name, root / f"{name}.tar"):
+            if candidate.exists():
+                return candidate
+    found = sorted(entry.name for entry in root.iterdir() if not is_hidden(entry.name))[:5]
+    names = _split_names(split)
+    wanted = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+    listing = f"found {', '.join(found)}{' ...' if len(found) == 5 else ''}" if found else "it is empty"
+    raise ValueError(f"{root} has no folder {wanted}{nearest(split, found)}; {listing}")
+
+
+def check_labels(images: Images, num_classes: int, what: str, hint: str = "") -> None:
+    """Raise a ValueError, which ends with the hint, for labels that a head of so many classes does not have."""
+    labels = images.labels()
+    if labels is not None and len(labels) and labels.max() >= num_classes:
+        index = int(labels.argmax())
+        wrong = beyond_the_head(images.name(index), int(labels[index]), num_classes)
+        raise ValueError(f"{what}: {wrong}{hint}")
+
+
+def beyond_the_head(image: str, label: int, num_classes: int) -> str:
+    """What is wrong with the label of an image."""
+    return f"{image} has label {label}, but the head has {num_classes} classes (0 to {num_classes - 1})"
+
+
+def number_of_classes(images: Images) -> int:
+    if images.class_names is not None:
+        return len(images.class_names)
+    labels = images.labels()
+    if labels is None:
+        raise ValueError("cannot tell the number of classes from the data: give num_classes=N")
+    return int(labels.max()) + 1

@@ -1,0 +1,297 @@
+"""Batches for training and validation, the same in every run with the same seed.
+
+Everything random about an image is drawn from a seed of its own, made of the run's seed, the epoch and the image's
+place in the epoch. So a batch does not depend on the number of worker processes, on how many processes share an epoch,
+or on where a run was interrupted and resumed.
+
+An update of the weights takes `batch_size` images: rank r of R takes every R-th of them, in `grad_accum_steps` parts.
+"""
+
+import contextlib
+import hashlib
+import os
+import random
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grassy.data.decode import reason_for
+from grassy.data.images import Images, beyond_the_head
+from grassy.data.transforms import Transform
+
+MAX_TRIES = 20
+
+
+class Failure(NamedTuple):
+    """An image that could not be read, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass
+class Batch:
+    """Images (B, 3, H, W) as uint8, labels (B,), and what could not be read.
+
+    Of a place for which there is no image, `blank` of them, the label is −1. `indices` of the images, B of them, are
+    known where they are drawn one by one.
+    """
+
+    images: Tensor
+    labels: Tensor
+    indices: list[int] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    blank: int = 0
+
+    def pin_memory(self) -> "Batch":
+        """Called by torch's DataLoader: from pinned memory, copies to a GPU do not wait."""
+        self.images, self.labels = self.images.pin_memory(), self.labels.pin_memory()
+        return self
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of every batch this process takes."""
+
+    rank: int = 0
+    world_size: int = 1
+
+
+# --------------------------------------------------------------------------------------------------- order
+
+
+def seed_of(*parts: int) -> int:
+    """63 bits from some integers, unrelated for related integers."""
+    digest = hashlib.blake2b(np.array(parts, dtype=np.int64).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def epoch_order(length: int, seed: int, epoch: int, repeats: int = 1) -> np.ndarray:
+    """Indices in the order of an epoch; with repeats, each image that takes part comes several times in a row."""
+    order = np.random.default_rng(seed_of(seed, epoch)).permutation(length)
+    return order if repeats == 1 else np.repeat(order, repeats)[:length]
+
+
+class EpochBatches:
+    """For each part of each update of an epoch, a list of (index, seed), from update `start` on: a batch sampler."""
+
+    def __init__(self, length: int, batch_size: int, parts: int, share: Share, seed: int, repeats: int = 1) -> None:
+        self.length, self.batch_size, self.parts, self.share = length, batch_size, parts, share
+        self.seed, self.repeats = seed, repeats
+        self.updates = length // batch_size
+        self.epoch = self.start = 0
+
+    def __len__(self) -> int:
+        return (self.updates - self.start) * self.parts
+
+    def indices_of(self, epoch: int, update: int) -> np.ndarray:
+        """Indices of the images of all processes in one update."""
+        order = epoch_order(self.length, self.seed, epoch, self.repeats)
+        return order[update * self.batch_size : (update + 1) * self.batch_size]
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        order = epoch_order(self.length, self.seed, self.epoch, self.repeats)
+        for update in range(self.start, self.updates):
+            begin = update * self.batch_size
+            places = range(begin + self.share.rank, begin + self.batch_size, self.share.world_size)
+            size = len(places) // self.parts
+            for part in range(self.parts):
+                yield [
+                    (int(order[place]), seed_of(self.seed, self.epoch, place))
+                    for place in places[part * size : (part + 1) * size]
+                ]
+
+
+# --------------------------------------------------------------------------------------------------- samples
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """Transformed images. For training, an image that cannot be read gives way to the next one that can."""
+
+    def __init__(self, images: Images, transform: Transform, training: bool) -> None:
+        self.images, self.transform, self.training = images, transform, training
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor | None, int, int, list[Failure]]:
+        index, seed = key
+        failures = []
+        for attempt in range(MAX_TRIES if self.training else 1):
+            i = (index + attempt) % len(self.images)
+            try:
+                image, label = self.images.load(i)
+                if label < 0:  # what some sets have where there is none
+                    raise ValueError(f"its label is {label}")
+            except Exception as error:  # decoders raise all sorts of things at broken files
+                failures.append(Failure(self.images.name(i), reason_for(error)))
+                continue
+            with seeded(seed):
+                return self.transform(image), label, i, failures
+        return None, -1, index, failures
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw from Python's, NumPy's and torch's generators of the CPU as if they were new, and put them back after."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 (what transforms use)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
+
+
+def collate(samples: Sequence[tuple[Tensor | None, int, int, list[Failure]]]) -> Batch:
+    """A batch. Images that could not be read are blank, with the label −1."""
+    known = next((image for image, *_ in samples if image is not None), None)
+    if known is None:
+        known = torch.zeros(3, 1, 1, dtype=torch.uint8)
+    images = torch.stack([torch.zeros_like(known) if image is None else image for image, *_ in samples])
+    return Batch(
+        images,
+        torch.tensor([label for _, label, *_ in samples]),
+        [index for _, _, index, _ in samples],
+        [failure for *_, failures in samples for failure in failures],
+        blank=sum(image is None for image, *_ in samples),
+    )
+
+
+# --------------------------------------------------------------------------------------------------- loaders
+
+
+class WorkerLoader:
+    """Training batches decoded and transformed by worker processes."""
+
+    def __init__(
+        self,
+        images: Images,
+        transform: Transform,
+        batches: EpochBatches,
+        workers: int,
+        device: torch.device,
+        num_classes: int | None = None,
+    ) -> None:
+        self.images, self.batches, self.device, self.num_classes = images, batches, device, num_classes
+        self._loader = torch.utils.data.DataLoader(
+            Samples(images, transform, training=True),
+            batch_sampler=batches,  # type: ignore[arg-type]
+            **worker_options(min(workers, processors()), device),
+        )
+
+    @property
+    def updates(self) -> int:
+        """Updates in an epoch."""
+        return self.batches.updates
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
+        """The parts of each update of an epoch, from update `start` on."""
+        self.batches.epoch, self.batches.start = epoch, start
+        parts = []
+        for batch in on_device(checked(self._loader, self.num_classes, self.images.name), self.device):
+            if batch.blank:
+                name = batch.failures[-1].name
+                raise ValueError(f"{MAX_TRIES} images in a row cannot be read, {name} last: is this the right data?")
+            parts.append(batch)
+            if len(parts) == self.batches.parts:
+                yield parts
+                parts = []
+
+    def names_of(self, epoch: int, update: int) -> list[str]:
+        """Names of the images of an update, for messages."""
+        return [self.images.name(int(index)) for index in self.batches.indices_of(epoch, update)]
+
+
+class ValidationLoader:
+    """Every image of a set once, in order, by worker processes; rank r of R takes every R-th."""
+
+    def __init__(
+        self,
+        images: Images,
+        transform: Transform,
+        batch_size: int,
+        share: Share,
+        workers: int,
+        device: torch.device,
+        num_classes: int | None = None,
+    ) -> None:
+        own = [(index, 0) for index in range(share.rank, len(images), share.world_size)]
+        self.images, self.device, self.num_classes = images, device, num_classes
+        self._loader = torch.utils.data.DataLoader(
+            Samples(images, transform, training=False),
+            batch_sampler=[own[i : i + batch_size] for i in range(0, len(own), batch_size)],  # type: ignore[arg-type]
+            **worker_options(min(workers, processors()), device),
+        )
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return on_device(checked(self._loader, self.num_classes, self.images.name), self.device)
+
+
+def processors() -> int:
+    """How many this process may use. More workers would only get in each other's way."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def worker_options(workers: int, device: torch.device) -> dict[str, Any]:
+    """Options of a DataLoader that yields `Batch`es."""
+    options: dict[str, Any] = {"collate_fn": collate, "num_workers": workers}
+    if workers:  # they stay: starting them again would cost seconds in every epoch
+        options |= {"persistent_workers": True, "worker_init_fn": _start_worker}
+    if device.type == "cuda":
+        options |= {"pin_memory": True}
+    return options
+
+
+def _start_worker(_: int) -> None:
+    torch.set_num_threads(1)
+    # Ctrl-C, and a SIGTERM to the process group, are for the main process, which then ends its workers by SIGTERM.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.setpgid(0, 0)
+
+
+def checked(
+    batches: Iterable[Batch], num_classes: int | None, name: Callable[[int], str] | None = None
+) -> Iterator[Batch]:
+    """The same batches, or a ValueError for a label that the head does not have: a GPU would only say "assert".
+
+    name: of an image by its index, for the message.
+    """
+    for batch in batches:
+        if num_classes is not None:
+            wrong = (batch.labels >= num_classes) | ((batch.labels < 0) & (batch.blank == 0))
+            if wrong.any():
+                place = int(wrong.int().argmax())
+                who = "an image" if name is None else name(batch.indices[place])
+                raise ValueError(beyond_the_head(who, int(batch.labels[place]), num_classes))
+        yield batch
+
+
+def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """Batches on the device. On a GPU the host only queues the work on a batch, so a copy in a stream of its own runs
+    beside the work on the batch before.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    stream = torch.cuda.Stream(device)
+    for batch in batches:
+        with torch.cuda.stream(stream):
+            batch.images = batch.images.to(device, non_blocking=True)
+            batch.labels = batch.labels.to(device, non_blocking=True)
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(stream)
+        for tensor in (batch.images, batch.labels):
+            tensor.record_stream(current)
+        yield batch

@@ -1,0 +1,174 @@
+"""The data of a run: the sets that a recipe names, and the loaders that fit them."""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grassy.data.class_folders import MORE_SUFFIXES
+from grassy.data.device_loader import SMALL_ENOUGH, ResidentLoader, ResidentValidation, unfit
+from grassy.data.images import ArrayImages, Images, check_labels, number_of_classes, open_images
+from grassy.data.loader import EpochBatches, Share, ValidationLoader, WorkerLoader
+from grassy.data.stream_loader import STREAMS, StreamLoader, StreamValidation
+from grassy.data.transforms import eval_transform, train_transform
+from grassy.distributed.processes import Process
+from grassy.runs.recipe import Recipe
+
+
+@dataclass
+class Data:
+    """Loaders, and what the model has to know of the data."""
+
+    train: WorkerLoader | ResidentLoader | StreamLoader
+    validation: ValidationLoader | ResidentValidation | StreamValidation
+    #: Whether each process validates its own part of the images.
+    sharded: bool
+    num_classes: int
+    class_names: list[str] | None
+    batch_size: int
+    #: For the user: what was done differently from what was asked.
+    notes: list[str]
+
+
+def open_data(recipe: Recipe, data_dir: Path | None, process: Process) -> Data:
+    """The training and the validation set of a recipe, checked against each other and against its head."""
+    share = Share(process.rank, process.world_size)
+    if recipe.dataset.startswith(STREAMS):
+        return _streams(recipe, data_dir, process, share)
+    if recipe.dataset == "" and data_dir is not None and data_dir.is_file():
+        kind = ".tar" if data_dir.suffix == ".tar" else ".npz"
+        wanted = f"a folder with {recipe.train_split}{kind} and {recipe.val_split}{kind}"
+        raise ValueError(f"--data-dir {data_dir} is one file, with nothing to validate on: give {wanted}")
+    images = open_images(recipe.dataset, data_dir, recipe.train_split)
+    held_out = open_images(recipe.dataset, data_dir, recipe.val_split, images.class_names)
+    num_classes = recipe.num_classes or number_of_classes(images)
+    hint = "; leave num_classes out to have it follow the data" if recipe.num_classes else ""
+    check_labels(images, num_classes, "training set", hint)
+    check_labels(held_out, num_classes, "validation set", hint)
+
+    parts = process.world_size * recipe.grad_accum_steps
+    batch_size, notes = _batch_size(recipe, len(images), parts)
+    batches = EpochBatches(
+        len(images), batch_size, recipe.grad_accum_steps, share, recipe.seed, repeats=recipe.aug_repeats
+    )
+    train = (
+        ResidentLoader(images, recipe, batches, process.device)
+        if _keep_on_device(recipe, images) and isinstance(images, ArrayImages)
+        else WorkerLoader(images, train_transform(recipe), batches, recipe.workers, process.device, num_classes)
+    )
+    names = None if images.class_names is None else list(images.class_names)
+    if num_classes == 1:
+        notes.append(f"there is one class only, {names[0] if names else 0}: is --data-dir the folder above its parts?")
+    validation = _validation_loader(recipe, held_out, num_classes, process)
+    sharded = isinstance(validation, ValidationLoader)
+    return Data(
+        train,
+        validation,
+        sharded,
+        num_classes,
+        names,
+        batch_size,
+        [*notes, *_unusual(images), *_unseen(images, held_out)],
+    )
+
+
+def open_validation(
+    recipe: Recipe, data_dir: Path | None, class_names: Sequence[str] | None, num_classes: int, process: Process
+) -> tuple[ValidationLoader | ResidentValidation | StreamValidation, bool]:
+    """The validation set of a recipe alone, and whether each process has its own part of it.
+
+    class_names, num_classes: those of the model.
+    """
+    if recipe.dataset.startswith(STREAMS):
+        return _validation_stream(recipe, data_dir, num_classes, process), True
+    images = open_images(recipe.dataset, data_dir, recipe.val_split, class_names)
+    check_labels(images, num_classes, f"split {recipe.val_split}")
+    loader = _validation_loader(recipe, images, num_classes, process)
+    return loader, isinstance(loader, ValidationLoader)
+
+
+def _validation_loader(
+    recipe: Recipe, images: Images, num_classes: int, process: Process
+) -> ValidationLoader | ResidentValidation:
+    """All images of a set, prepared as the recipe tests them."""
+    size = recipe.test_size or recipe.img_size
+    batch_size = recipe.val_batch_size or max(1, min(1000, recipe.batch_size))
+    if isinstance(images, ArrayImages) and images.images.shape[1:3] == (size, size) and recipe.crop_pct == 1:
+        return ResidentValidation(images, batch_size, process.device)
+    transform = eval_transform(size, recipe.crop_pct, recipe.interpolation)
+    share = Share(process.rank, process.world_size)
+    return ValidationLoader(images, transform, batch_size, share, recipe.workers, process.device, num_classes)
+
+
+def _validation_stream(recipe: Recipe, data_dir: Path | None, num_classes: int, process: Process) -> StreamValidation:
+    transform = eval_transform(recipe.test_size or recipe.img_size, recipe.crop_pct, recipe.interpolation)
+    return StreamValidation(recipe, data_dir, transform, process.device, num_classes)
+
+
+def _batch_size(recipe: Recipe, images: int, parts: int) -> tuple[int, list[str]]:
+    """The batch of all processes: the recipe's, or less if there are fewer images than that."""
+    if recipe.batch_size <= images:
+        _check_division(recipe, parts)
+        return recipe.batch_size, []
+    unit = 2 * parts if recipe.mixes else parts  # mixup and cutmix pair up the images of a part
+    batch_size = images // unit * unit
+    if batch_size < 1:
+        pairs = " of pairs" if recipe.mixes else ""
+        raise ValueError(f"{images} images are too few for {parts} parts{pairs}, processes times grad_accum_steps")
+    return batch_size, [f"batch_size {recipe.batch_size} is more than the {images} images: using {batch_size}"]
+
+
+def _unusual(images: Images) -> list[str]:
+    """What to say of images in a format beside the usual ones: they may be masks, or copies."""
+    samples = getattr(getattr(images, "reader", None), "samples", [])
+    files = [sample[0] for sample in samples if isinstance(sample[0], str)]  # in a tar they are something else
+    kinds = Counter(os.path.splitext(file)[1].lower() for file in files)
+    some = {kind: count for kind, count in kinds.items() if kind in MORE_SUFFIXES}
+    if not some or len(some) == len(kinds):
+        return []
+    listing = ", ".join(f"{count} {kind}" for kind, count in sorted(some.items()))
+    return [f"among {len(files)} training images there are {listing}: if they are not meant, move them away"]
+
+
+def _unseen(images: Images, held_out: Images) -> list[str]:
+    """What to say of classes that are trained and never validated, if the labels are known."""
+    trained, validated = images.labels(), held_out.labels()
+    if trained is None or validated is None:
+        return []
+    numbers = sorted(set(trained.tolist()) - set(validated.tolist()))
+    if not numbers:
+        return []
+    names = [str(images.class_names[number] if images.class_names else number) for number in numbers[:3]]
+    more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
+    return [f"no validation image has the class {', '.join(names)}{more}"]
+
+
+def _check_division(recipe: Recipe, parts: int) -> None:
+    size, rest = divmod(recipe.batch_size, parts)
+    if rest:
+        raise ValueError(
+            f"batch_size {recipe.batch_size} is not divisible by {parts}, processes times grad_accum_steps"
+        )
+    if recipe.mixes and size % 2:
+        raise ValueError(f"mixup and cutmix pair up images: {size} in a batch is not an even number")
+
+
+def _keep_on_device(recipe: Recipe, images: Images) -> bool:
+    reason = unfit(recipe, images)
+    if recipe.loader == "resident" and reason is not None:
+        raise ValueError(f"loader=resident cannot be used: {reason}")
+    if recipe.loader == "auto":
+        return reason is None and isinstance(images, ArrayImages) and images.images.size <= SMALL_ENOUGH
+    return recipe.loader == "resident"
+
+
+def _streams(recipe: Recipe, data_dir: Path | None, process: Process, share: Share) -> Data:
+    if recipe.num_classes is None:
+        raise ValueError(f"{recipe.dataset} is read as a stream and does not tell its classes: give num_classes=N")
+    if recipe.aug_repeats > 1:
+        raise ValueError("aug_repeats needs a data set that is not a stream")
+    _check_division(recipe, process.world_size * recipe.grad_accum_steps)
+    train = StreamLoader(recipe, data_dir, share, train_transform(recipe), process.device)
+    validation = _validation_stream(recipe, data_dir, recipe.num_classes, process)
+    return Data(train, validation, True, recipe.num_classes, None, recipe.batch_size, [])

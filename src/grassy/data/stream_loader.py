@@ -1,0 +1,127 @@
+"""Sets that are read in order, shard by shard (WebDataset and the like), through timm's iterable readers.
+
+Their order is the reader's: the same seed gives the same order for the same number of processes and workers. A run
+that is resumed in the middle of an epoch reads on from there by skipping what it had seen; crops and flips are then
+drawn anew. So the number of workers is the recipe's, however few processors there are.
+
+Images of a WebDataset that cannot be read are left out and told with the next batch of their worker. The other readers
+of timm stop at them.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grassy.data.decode import reason_for, to_rgb
+from grassy.data.loader import Batch, Failure, Share, checked, collate, on_device, worker_options
+from grassy.data.transforms import Transform
+from grassy.runs.recipe import Recipe
+from grassy.torchvision_import import import_torchvision
+
+STREAMS = ("wds/", "hfids/", "tfds/")
+
+
+class StreamLoader:
+    """Training batches of a stream."""
+
+    def __init__(
+        self, recipe: Recipe, data_dir: Path | None, share: Share, transform: Transform, device: torch.device
+    ) -> None:
+        self.parts, self.device, self.num_classes = recipe.grad_accum_steps, device, recipe.num_classes
+        size = recipe.batch_size // share.world_size // self.parts
+        self.stream = _open(recipe, data_dir, recipe.train_split, True, size)
+        self.stream.transform = transform
+        images = int(self.stream.reader.num_samples)
+        self.updates = images // recipe.batch_size
+        if not self.updates:
+            raise ValueError(f"{recipe.dataset} has {images} images, fewer than batch_size {recipe.batch_size}")
+        self._loader = _loader(self.stream, size, recipe.workers, device)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
+        """The parts of each update of an epoch, from update `start` on."""
+        self.stream.set_epoch(epoch)
+        read = itertools.islice(self._loader, self.updates * self.parts)
+        batches = on_device(checked(read, self.num_classes), self.device)
+        for update in range(self.updates):
+            parts = list(itertools.islice(batches, self.parts))
+            if len(parts) < self.parts:
+                if update == 0:
+                    raise ValueError("not one batch of images could be read from the stream: is this the right data?")
+                return  # the shards held less than they said
+            if update >= start:
+                yield parts
+
+    def names_of(self, epoch: int, update: int) -> list[str]:
+        return [f"(images {update} of a stream in epoch {epoch})"]
+
+
+class StreamValidation:
+    """Every image of a stream; the readers share them among the processes."""
+
+    def __init__(
+        self, recipe: Recipe, data_dir: Path | None, transform: Transform, device: torch.device, num_classes: int
+    ) -> None:
+        size = recipe.val_batch_size or recipe.batch_size
+        self.stream = _open(recipe, data_dir, recipe.val_split, False, size)
+        self.stream.transform = transform
+        self.device, self.num_classes = device, num_classes
+        self._loader = _loader(self.stream, size, recipe.workers, device)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return on_device(checked(self._loader, self.num_classes), self.device)
+
+
+def _open(recipe: Recipe, data_dir: Path | None, split: str, training: bool, batch_size: int) -> Any:
+    import_torchvision()
+    from timm.data import create_dataset
+
+    root = None if data_dir is None else str(data_dir)
+    try:
+        stream = create_dataset(
+            recipe.dataset, root=root, split=split, is_training=training, batch_size=batch_size, seed=recipe.seed
+        )
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"{recipe.dataset}: {error}") from None
+    stream.set_loader_cfg(num_workers=max(1, recipe.workers))
+    if recipe.dataset.startswith("wds/"):
+        stream.reader._lazy_init = partial(_start_webdataset, stream.reader)  # timm calls it in each worker
+    return stream
+
+
+def _loader(stream: Any, batch_size: int, workers: int, device: torch.device) -> Any:
+    options = {**worker_options(workers, device), "collate_fn": _collate}
+    return torch.utils.data.DataLoader(stream, batch_size=batch_size, **options)
+
+
+def _collate(samples: list[tuple[Any, Any]]) -> Batch:
+    """A batch; it is put together in the worker that read its images, and so takes along what this one could not."""
+    batch = collate([(torch.as_tensor(image), int(label), -1, []) for image, label in samples])
+    batch.failures, _unreadable[:] = list(_unreadable), []
+    return batch
+
+
+# --------------------------------------------------------------------------------------------------- unreadable images
+
+_unreadable: list[Failure] = []  # of this process, since its last batch
+
+
+def _start_webdataset(reader: Any) -> None:
+    """What timm does, but its function that decodes an image is wrapped: by itself it leaves a line in a log."""
+    reader.input_img_mode = ""  # the conversion to RGB is ours
+    type(reader)._lazy_init(reader)
+    for stage in reader.ds.pipeline:
+        if isinstance(decode := (getattr(stage, "args", None) or (None,))[0], partial):
+            stage.args = (partial(_decode, decode), *stage.args[1:])
+
+
+def _decode(decode: Callable[[dict[str, Any]], dict[str, Any] | None], sample: dict[str, Any]) -> dict[str, Any] | None:
+    try:
+        decoded = decode(sample)
+        return decoded and {**decoded, "jpg": to_rgb(decoded["jpg"])}
+    except Exception as error:  # as for files
+        _unreadable.append(Failure(f"{sample.get('__key__')} of {sample.get('__url__')}", reason_for(error)))
+        return None

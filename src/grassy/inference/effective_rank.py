@@ -1,0 +1,73 @@
+"""How much of its subspace a class uses, summed up while a model looks at labelled images anyway.
+
+Shapes: B batch, C classes, K subspace dimension, N feature dimension.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grassy.analysis.spectrum import effective_rank_of_moments
+from grassy.distributed import processes as distributed
+from grassy.heads import GrassmannHead, heads_of
+from grassy.kernels import unit
+
+#: So many features at a time meet the bases of their classes, which are copied for each of them.
+ROWS = 64
+
+
+class SubspaceUse:
+    """Sums of t tᵀ, (C, K, K), over the samples of each class, t = W_c x̂ their coordinates in their own subspace.
+
+    Used around the forward passes: `with SubspaceUse(model) as use: ...; use.add(labels)` after each of them. It takes
+    the features that reach the Grassmann head, prepared as the head does (standardised, if it does that). A model
+    without one, or whose features are maps, has no effective rank.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = [head for head in heads_of(model) if isinstance(head, GrassmannHead) and head.subspace_names]
+        self.head = found[0] if found else None
+        self.features: Tensor | None = None
+        self.moments: Tensor | None = None
+        if self.head is not None:
+            classes, k, _ = self.head.weight.shape
+            self.moments = torch.zeros(classes, k, k, dtype=torch.float64, device=self.head.weight.device)
+
+    def __enter__(self) -> "SubspaceUse":
+        self.hook = None if self.head is None else self.head.register_forward_pre_hook(self._keep)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.hook is not None:
+            self.hook.remove()
+
+    def _keep(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self.features = inputs[0]
+
+    @torch.no_grad()
+    def add(self, labels: Tensor) -> None:
+        """Count the features of the last forward pass; a negative label stands for an image that was not read."""
+        features, self.features = self.features, None
+        if self.head is None or self.moments is None or features is None or features.ndim != 2:
+            return
+        read = labels >= 0
+        with self.head.evaluating():
+            directions = unit(self.head.prepare(features[read])).to(self.head.weight.dtype)
+        for x, own in zip(directions.split(ROWS), labels[read].split(ROWS), strict=True):
+            coordinates = (self.head.weight[own].double() @ x.double().unsqueeze(-1)).squeeze(-1)  # (B, K)
+            self.moments.index_add_(0, own, coordinates.unsqueeze(-1) * coordinates.unsqueeze(-2))
+
+    def effective_rank(self, sharded: bool = False) -> float | None:
+        """The mean over classes with images of the effective rank, that of `analysis.class_effective_ranks`.
+
+        sharded: each process has seen its own images; the rank is that of all. None if there is nothing to measure.
+        """
+        if self.moments is None:
+            return None
+        moments = distributed.summed(self.moments) if sharded else self.moments
+        if not bool(moments.isfinite().all()):  # of a model that has diverged, which its loss will tell
+            return None
+        ranks = effective_rank_of_moments(moments.cpu())
+        ranks = ranks[ranks > 0]  # of classes with images
+        return float(ranks.mean()) if len(ranks) else None

@@ -1,0 +1,308 @@
+"""Features of images: what a model hands to its classifier, kept on the disk so that they are computed once.
+
+A file of features has the name of a key made from the model's weights, the images and how they are prepared: when one
+of them changes, another file is written. Features go to the disk batch by batch and are memory-mapped when read, so
+they need not fit in memory.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from grassy.data.batch_transforms import Preparation
+from grassy.data.images import ArrayImages, Images, Joined, ReaderImages
+from grassy.data.loader import Failure, Share, ValidationLoader
+from grassy.data.transforms import Transform
+from grassy.inference.feature_models import FeatureModel
+from grassy.models import import_timm
+from grassy.runs.atomic import TEMPORARY, write_atomically
+from grassy.surgery import find_classifiers
+
+FORMAT = "2"  # of the files; part of the key
+HEADER = 1024  # bytes, in which the description of three tensors fits
+STALE = 3600.0  # seconds after which a file that nobody writes to was left by a killed process
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features (N, n) in float32, labels (N,), and what could not be read, which is not among them."""
+
+    features: Tensor
+    labels: Tensor
+    failures: list[Failure]
+
+
+# ------------------------------------------------------------------------------------------------ extraction
+
+
+def extract(
+    source: FeatureModel,
+    images: Images,
+    cache: Path,
+    device: torch.device,
+    *,
+    batch_size: int = 256,
+    workers: int = 4,
+    amp_dtype: torch.dtype | None = None,
+    progress: str = "",
+) -> Features:
+    """Features of all images, from the cache folder if they are there.
+
+    Images that could not be read are tried again: if one can be read by now, all features are computed anew.
+
+    progress: what to call the work in a bar on a terminal; "" for none.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    parts = (FORMAT, source.fingerprint, source.preparation(), str(amp_dtype), fingerprint(images))
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    path = cache / f"features-{key}.safetensors"
+    kept = _read(path, images)
+    if kept is None:
+        _remove_stale(cache)
+        batches = _batches(source, images, device, batch_size, workers, amp_dtype)
+        _write(path, batches, len(images), progress)
+        kept = _read(path)
+        assert kept is not None
+    return kept
+
+
+@torch.inference_mode()
+def _batches(
+    source: FeatureModel,
+    images: Images,
+    device: torch.device,
+    batch_size: int,
+    workers: int,
+    amp_dtype: torch.dtype | None,
+) -> Iterator[tuple[Tensor, Tensor, list[Failure]]]:
+    loader = ValidationLoader(images, _transform(source), batch_size, Share(), workers, device)
+    prepare = Preparation(source.mean, source.std, device)
+    model = source.model.eval()
+    seen: dict[str, Tensor] = {}
+    hooks = [_watch(layer, path, seen) for path, layer in _layers_to_watch(source).items()]
+    try:
+        for batch in loader:
+            if batch.blank == len(batch.labels):  # not one image to take the size from
+                batch.images = torch.zeros(batch.blank, 3, source.img_size, source.img_size, dtype=torch.uint8)
+            prepared, labels = prepare(batch.images.to(device), batch.labels.to(device))
+            with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
+                output = model(prepared)
+            found = list(seen.values()) if hooks else [_over_locations(output, channels_first=output.ndim == 4)]
+            yield torch.cat([part.float() for part in found], 1).cpu(), labels.cpu(), batch.failures
+            seen.clear()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _transform(source: FeatureModel) -> Transform:
+    transform: Transform = import_timm().data.create_transform(
+        source.img_size,
+        crop_pct=source.crop_pct,
+        crop_mode=source.crop_mode,
+        interpolation=source.interpolation,
+        use_prefetcher=True,
+    )
+    return transform
+
+
+def _layers_to_watch(source: FeatureModel) -> dict[str, nn.Module]:
+    """The classifiers whose inputs are the features: all of them, but of a distilled model not the teacher's.
+
+    None for a model that declares to have no classes: its output is the features.
+    """
+    classifiers = find_classifiers(source.model)
+    if not classifiers and getattr(source.model, "num_classes", None) != 0:
+        raise ValueError(f"found no classifier in {source.name}, in front of which its features would be")
+    return {path: layer for path, layer in classifiers.items() if "dist" not in path} or classifiers
+
+
+def _watch(layer: nn.Module, path: str, seen: dict[str, Tensor]) -> Any:
+    convolution = isinstance(layer, nn.Conv2d)
+
+    def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen[path] = _over_locations(inputs[0], convolution)
+
+    return layer.register_forward_pre_hook(keep)
+
+
+def _over_locations(features: Tensor, channels_first: bool) -> Tensor:
+    """Features (B, n) as they are; of a map (B, n, H, W), or (B, ..., n) with channels last, the mean of its places."""
+    if features.ndim == 2:
+        return features
+    return features.flatten(2).mean(2) if channels_first else features.flatten(1, -2).mean(1)
+
+
+def fingerprint(images: Images) -> str:
+    """What changes when an image, a label or the order changes: of files, names, sizes and times of change."""
+    digest = hashlib.sha256()
+
+    def add(*facts: object) -> None:
+        digest.update(json.dumps(facts).encode() + b"\n")
+
+    if isinstance(images, Joined):
+        add(*map(fingerprint, images.parts))
+        return digest.hexdigest()
+    if isinstance(images, ArrayImages):
+        add(images.images.shape, len(images.labels()))
+        digest.update(np.ascontiguousarray(images.images).data)
+        digest.update(np.ascontiguousarray(images.labels()).data)
+        return digest.hexdigest()
+    files = 0
+    for index in range(len(images)):
+        name = images.name(index)
+        status = os.stat(name) if os.path.exists(name) else None
+        files += status is not None
+        add(name, *([status.st_size, status.st_mtime_ns] if status else []))
+    if not files and isinstance(images, ReaderImages):
+        _add_contents(images, add, digest.update)
+    labels = images.labels()
+    if labels is not None:
+        digest.update(labels.tobytes())
+    return digest.hexdigest()
+
+
+def _add_contents(images: ReaderImages, add: Any, update: Any) -> None:
+    """Images that are not files of their own: the tars they are in, the arrays, or else each of them as it is read."""
+    where = Path(images.where)
+    tars = [where] if where.is_file() else sorted(where.rglob("*.tar")) if where.is_dir() else []
+    for tar in tars:
+        status = tar.stat()
+        add(str(tar), status.st_size, status.st_mtime_ns)
+    if tars:
+        return
+    pixels = getattr(images.dataset, "data", None)
+    version = getattr(getattr(images.reader, "dataset", None), "_fingerprint", None)  # of Hugging Face's data sets
+    if isinstance(pixels, np.ndarray | Tensor):
+        array = np.ascontiguousarray(pixels)
+        add(array.shape, str(array.dtype))
+        update(array.view(np.uint8).data)
+    elif version is not None:
+        add(version)
+    else:
+        for index in range(len(images)):
+            try:
+                image, label = images.load(index)
+                add(image.size, label, hashlib.sha256(image.tobytes()).hexdigest())
+            except Exception as error:  # an image that cannot be read is dealt with when its features are wanted
+                add(str(error))
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def _write(path: Path, batches: Iterator[tuple[Tensor, Tensor, list[Failure]]], count: int, progress: str) -> None:
+    """A safetensors file, written batch by batch: its header, the features, the labels, and what could not be read.
+
+    How many images can be read is known in the end only, so the header has a fixed size and is written last.
+    """
+    first = next(batches)
+    width = first[0].shape[1]
+    failures: list[Failure] = []
+    kept: list[Tensor] = []
+    unread: list[int] = []  # where the failures are among the images
+
+    def write(file: IO[bytes]) -> None:
+        file.write(b" " * (8 + HEADER))
+        done = 0
+        with _bar(progress, count) as advance:
+            for features, labels, failed in _chain(first, batches):
+                readable = labels >= 0
+                file.write(features[readable].contiguous().numpy().data)
+                kept.append(labels[readable])
+                unread.extend((done + (~readable).nonzero()[:, 0]).tolist())
+                failures.extend(failed)
+                done += len(labels)
+                advance(len(labels))
+        all_labels = torch.cat(kept).contiguous()
+        rows = len(all_labels)
+        if not rows:
+            raise ValueError(f"none of the images could be read{f', {failures[0].name} first' if failures else ''}")
+        file.write(all_labels.numpy().data)
+        record = json.dumps({"failures": failures, "places": unread}).encode()
+        file.write(record)
+        ends = [0, rows * width * 4, rows * (width * 4 + 8), rows * (width * 4 + 8) + len(record)]
+        layout = {
+            "features": {"dtype": "F32", "shape": [rows, width], "data_offsets": ends[:2]},
+            "labels": {"dtype": "I64", "shape": [rows], "data_offsets": ends[1:3]},
+            "unreadable": {"dtype": "U8", "shape": [len(record)], "data_offsets": ends[2:]},
+        }
+        file.seek(0)
+        file.write(HEADER.to_bytes(8, "little") + json.dumps(layout).encode().ljust(HEADER))
+
+    write_atomically(path, write)
+
+
+def _read(path: Path, images: Images | None = None) -> Features | None:
+    """The features in a file, memory-mapped; None if there is no file, or none that is whole.
+
+    images: None as well if one of them could not be read when the file was written, and can now.
+    """
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            features, labels, record = (file.get_tensor(name) for name in ("features", "labels", "unreadable"))
+    except (SafetensorError, OSError):
+        return None
+    about = json.loads(record.numpy().tobytes())
+    if images is not None and any(_can_be_read(images, index) for index in about["places"]):
+        return None
+    return Features(features, labels, [Failure(*pair) for pair in about["failures"]])
+
+
+def _can_be_read(images: Images, index: int) -> bool:
+    with contextlib.suppress(Exception):
+        images.load(index)
+        return True
+    return False
+
+
+def _remove_stale(cache: Path) -> None:
+    """Remove what a killed process was writing; another that is alive writes a batch within the hour."""
+    for file in cache.glob(f"{TEMPORARY}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - file.stat().st_mtime > STALE:
+                file.unlink()
+
+
+def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest
+
+
+class _bar:
+    """A bar on a terminal, and nothing elsewhere."""
+
+    def __init__(self, text: str, total: int) -> None:
+        self.text, self.total = text, total
+        self.bar: Any = None
+
+    def __enter__(self) -> Any:
+        import sys
+
+        if not self.text or not sys.stderr.isatty():
+            return lambda _: None
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self.bar = Progress(console=Console(stderr=True), transient=True)
+        self.bar.start()
+        task = self.bar.add_task(self.text, total=self.total)
+        return lambda count: self.bar.advance(task, count)
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()

@@ -1,0 +1,312 @@
+"""Classes of images that have no label: the best few, their probabilities, and how much of an outlier an image is."""
+
+import codecs
+import csv
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor, nn
+
+from grassy.data.class_folders import image_suffixes, is_hidden
+from grassy.data.decode import reason_for, to_rgb
+from grassy.data.transforms import Transform, eval_transform
+from grassy.distributed.processes import find_device
+from grassy.heads import heads_of
+from grassy.inference.load import load
+from grassy.runs.atomic import write_atomically
+from grassy.runs.weights import Description, read_description, weights_file
+from grassy.spelling import nearest
+
+MANY = 100  # images, from which on a bar is worth showing
+NAMED = 5  # of the images that could not be read, how many are named on the terminal
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The most probable classes of an image, best first; or, in `error`, why it has none.
+
+    labels: names of classes, or their numbers where the training data had no names.
+    outlier_score: of the head, in [0, 1]; None for a model with several heads, or with a head on a map.
+    """
+
+    path: Path
+    labels: tuple[str, ...] = ()
+    probabilities: tuple[float, ...] = ()
+    outlier_score: float | None = None
+    error: str | None = None
+
+
+def predict(
+    checkpoint: str | os.PathLike[str],
+    paths: Iterable[str | os.PathLike[str]],
+    topk: int = 5,
+    batch_size: int = 64,
+    device: torch.device | str | None = None,
+) -> Iterator[Prediction]:
+    """Predictions for image files and all images in folders, in the order of `paths`.
+
+    checkpoint: a file of weights, or the folder of a run.
+    device: None or "auto" for a GPU if there is one.
+
+    What is wrong with the arguments raises here, before the first prediction. An image that cannot be read is a
+    prediction with an error, and the others go on.
+    """
+    for name, value in (("topk", topk), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    files = find_images(paths)
+    chosen = device if isinstance(device, torch.device) else find_device(device or "auto")
+    weights = weights_file(Path(checkpoint))
+    description = read_description(weights)
+    model = load(weights, chosen)
+    transform = eval_transform(description.img_size, description.crop_pct, description.interpolation)
+    return _predictions(model, description, transform, files, topk, batch_size, chosen)
+
+
+def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """Files as they are given, and for a folder all images below it that are not hidden, sorted by name."""
+    suffixes = image_suffixes()
+    files: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            found = sorted(file for file in _files_below(path) if file.suffix.lower() in suffixes)
+            if not found:
+                raise ValueError(f"{path} holds no images ({', '.join(sorted(suffixes))})")
+            files += found
+        elif path.is_file():
+            files.append(path)  # whatever its name is: it was asked for
+        else:
+            raise ValueError(f"there is no image or folder {path}")
+    if not files:
+        raise ValueError("of which images? give files or folders")
+    return files
+
+
+def _files_below(root: Path) -> Iterator[Path]:
+    def stop(error: OSError) -> None:
+        raise error  # os.walk would leave out a folder that it may not read, without a word
+
+    seen = set()
+    for folder, below, names in os.walk(root, followlinks=True, onerror=stop):
+        place = os.path.realpath(folder)
+        if place in seen:  # a link back up would be followed for ever
+            below.clear()
+            continue
+        seen.add(place)
+        below[:] = sorted(name for name in below if not is_hidden(name))
+        yield from (Path(folder, name) for name in names if not is_hidden(name))
+
+
+# ------------------------------------------------------------------------------------------------ the model
+
+
+@torch.inference_mode()
+def _predictions(
+    model: nn.Module,
+    description: Description,
+    transform: Transform,
+    files: Sequence[Path],
+    topk: int,
+    batch_size: int,
+    device: torch.device,
+) -> Iterator[Prediction]:
+    mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in (description.mean, description.std))
+    score = _with_outlier_scores(model)
+    for batch in _read_ahead(files, batch_size, transform):
+        images = [image for _, image in batch if isinstance(image, Tensor)]
+        rows: Iterator[tuple[Any, ...]] = iter(())
+        if images:
+            try:
+                pixels = torch.stack(images).to(device).float() / 255
+                logits, outliers = score((pixels - mean) / std)
+            except torch.OutOfMemoryError:
+                raise ValueError(f"{device} has no memory for batches of {batch_size}: give a smaller size") from None
+            best = logits.float().softmax(-1).topk(min(topk, logits.shape[-1]))
+            rows = zip(best.indices.tolist(), best.values.tolist(), outliers, strict=True)
+        for path, image in batch:
+            yield Prediction(path, error=image) if isinstance(image, str) else _named(path, description, *next(rows))
+
+
+def _named(
+    path: Path, description: Description, classes: list[int], probabilities: list[float], outlier: float | None
+) -> Prediction:
+    if any(probability != probability for probability in probabilities):
+        return Prediction(path, error="the model's logits for it are not finite")
+    names = description.class_names or []  # a head may have more classes than the data had
+    labels = tuple(names[index] if index < len(names) else str(index) for index in classes)
+    return Prediction(path, labels, tuple(probabilities), outlier)
+
+
+def _with_outlier_scores(model: nn.Module) -> Callable[[Tensor], tuple[Tensor, list[float | None]]]:
+    """The model as a function from images to logits (B, C) and outlier scores, B of them."""
+    features: list[Tensor] = []
+    heads = heads_of(model)
+    if len(heads) == 1:
+        # What reaches the head differs from model to model, in name and in place; a hook sees it in all of them.
+        heads[0].register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
+
+    def score(images: Tensor) -> tuple[Tensor, list[float | None]]:
+        features.clear()
+        logits = model(images)
+        outliers = heads[0].outlier_score(features[0]) if len(features) == 1 else None
+        if outliers is None or outliers.numel() != len(images):
+            return logits, [None] * len(images)
+        return logits, outliers.flatten().tolist()
+
+    return score
+
+
+def _read_ahead(files: Sequence[Path], size: int, transform: Transform) -> Iterator[list[tuple[Path, Tensor | str]]]:
+    """Batches of images, or of what is wrong with them; while one is used, threads read the next."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # Pillow decodes and resizes without the GIL
+        ahead: tuple[Sequence[Path], Iterator[Tensor | str]] | None = None
+        for start in range(0, len(files), size):
+            part = files[start : start + size]
+            coming = part, pool.map(lambda path: _read(path, transform), part)
+            if ahead is not None:
+                yield list(zip(*ahead, strict=True))
+            ahead = coming
+        if ahead is not None:
+            yield list(zip(*ahead, strict=True))
+
+
+def _read(path: Path, transform: Transform) -> Tensor | str:
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return transform(to_rgb(image))
+    except Exception as error:  # a damaged file fails in any way that its decoder has, SyntaxError among them
+        return reason_for(error)
+
+
+# ------------------------------------------------------------------------------------------------ output
+
+
+def write_predictions(
+    predictions: Iterable[Prediction], output: str | os.PathLike[str] | None = None, total: int | None = None
+) -> int:
+    """Print predictions, or write them to a .csv or .jsonl file, whole or not at all; the number of unreadable images.
+
+    total: how many there will be, for the bar on a terminal.
+    """
+    output = None if output is None else Path(output)
+    check_output(output)
+    failures: list[Prediction] = []
+    count = 0
+
+    def counted() -> Iterator[Prediction]:
+        nonlocal count
+        for prediction in _with_bar(predictions, output, total):
+            count += 1
+            if prediction.error is not None:
+                failures.append(prediction)
+            yield prediction
+
+    if output is None:
+        _print(counted())
+    else:
+        write = FORMATS[output.suffix.lower()]
+        write_atomically(output, lambda file: write(counted(), file))
+        print(f"Saved {output}, predictions for {count - len(failures)} images", file=sys.stderr)
+    if failures:
+        print(f"grassy: {len(failures)} of {count} images could not be read", file=sys.stderr)
+        if output is not None:  # on the terminal they have been named in their place
+            for failure in failures[:NAMED]:
+                print(f"  {_printable(str(failure.path))}: {_printable(failure.error or '')}", file=sys.stderr)
+            if len(failures) > NAMED:
+                print(f"  and {len(failures) - NAMED} more, named in {output}", file=sys.stderr)
+    return len(failures)
+
+
+def check_output(output: Path | None) -> None:
+    """Raise a ValueError for a file that `write_predictions` could not write, before there is anything to write."""
+    if output is None:
+        return
+    if output.suffix.lower() not in FORMATS:
+        hint = nearest(output.suffix, FORMATS)
+        raise ValueError(f"predictions are written to {' or '.join(FORMATS)} files, got {str(output)!r}{hint}")
+    if output.is_dir():
+        raise ValueError(f"{output} is a folder: name the file to write")
+
+
+def _with_bar(predictions: Iterable[Prediction], output: Path | None, total: int | None) -> Iterator[Prediction]:
+    """The same, with a bar on stderr if there are many and the predictions do not go to the same terminal."""
+    if total is None or total < MANY or not sys.stderr.isatty() or (output is None and sys.stdout.isatty()):
+        yield from predictions
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    # Redirecting, rich would send to stderr what is printed to a stdout that leads elsewhere.
+    with Progress(console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
+        yield from bar.track(predictions, total=total, description="images")
+
+
+def _print(predictions: Iterator[Prediction]) -> None:
+    """One line an image, in columns as wide as what has been seen needs."""
+    path_width = label_width = 0
+    while chunk := list(itertools.islice(predictions, 64)):
+        paths = [_printable(str(prediction.path)) for prediction in chunk]
+        path_width = max(path_width, *map(len, paths))
+        labels = [[_printable(label) for label in prediction.labels] for prediction in chunk]
+        label_width = max([label_width, *(len(label) for row in labels for label in row)])
+        for path, row, prediction in zip(paths, labels, chunk, strict=True):
+            columns = [f"{path:<{path_width}}"]
+            columns += [
+                f"{p:7.2%} {name:<{label_width}}" for name, p in zip(row, prediction.probabilities, strict=True)
+            ]
+            if prediction.outlier_score is not None:
+                columns.append(f"outlier {prediction.outlier_score:.3f}")
+            if prediction.error is not None:
+                columns.append(f"error: {_printable(prediction.error)}")
+            print("  ".join(columns).rstrip())
+        sys.stdout.flush()
+
+
+def _printable(text: str) -> str:
+    """Text on one line, without anything that a terminal would take for a command: names are other people's."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _write_csv(predictions: Iterator[Prediction], file: IO[bytes]) -> None:
+    """One row an image: path, label_1, probability_1, label_2, ..., outlier_score, error."""
+    first: list[Prediction] = []  # up to one with labels, which says how many columns there are
+    for prediction in predictions:
+        first.append(prediction)
+        if prediction.error is None:
+            break
+    k = max((len(prediction.labels) for prediction in first), default=0)
+    ranks = [column for rank in range(1, k + 1) for column in (f"label_{rank}", f"probability_{rank}")]
+    # A name of a file is bytes: those that are not UTF-8 are written as they are. The lines end as in RFC 4180; with
+    # another ending, csv would leave a carriage return in a name unquoted.
+    writer = csv.writer(codecs.getwriter("utf-8")(file, "surrogateescape"))
+    writer.writerow(["path", *ranks, "outlier_score", "error"])
+    for p in itertools.chain(first, predictions):
+        pairs = list(itertools.chain.from_iterable(zip(p.labels, p.probabilities, strict=True))) or [""] * 2 * k
+        writer.writerow([p.path, *pairs, p.outlier_score, p.error])
+
+
+def _write_json_lines(predictions: Iterator[Prediction], file: IO[bytes]) -> None:
+    """One object a line: path, labels, probabilities and outlier_score, or path and error."""
+    for p in predictions:
+        content: dict[str, Any] = {"path": str(p.path)}
+        if p.error is None:
+            content |= {"labels": p.labels, "probabilities": p.probabilities, "outlier_score": p.outlier_score}
+        else:
+            content["error"] = p.error
+        file.write(json.dumps(content).encode() + b"\n")
+
+
+FORMATS: dict[str, Callable[[Iterator[Prediction], IO[bytes]], None]] = {
+    ".csv": _write_csv,
+    ".jsonl": _write_json_lines,
+}

@@ -1,0 +1,45 @@
+"""`grassy validate`: the accuracy of a file of weights, with images prepared as the file says."""
+
+import sys
+from pathlib import Path
+
+from grassy.data.batch_transforms import Preparation
+from grassy.data.run_data import open_validation
+from grassy.distributed import processes as distributed
+from grassy.inference.evaluate import Metrics, evaluate
+from grassy.inference.load import load
+from grassy.precision import amp_dtype
+from grassy.runs.recipe import Recipe
+from grassy.runs.weights import read_description, weights_file
+
+
+def validate(
+    checkpoint: Path,
+    data_dir: Path | None,
+    split: str | None = None,
+    dataset: str | None = None,
+    batch_size: int | None = None,
+    workers: int | None = None,
+    device: str = "auto",
+) -> Metrics | None:
+    """Metrics of the model in a file of weights, or of the best of a run, on a split of a data set.
+
+    Of several processes the first returns them, the others None.
+    """
+    file = weights_file(checkpoint)
+    description = read_description(file)
+    view = {name: getattr(description, name) for name in ("img_size", "crop_pct", "interpolation")}
+    recipe = Recipe(**(description.recipe or view))  # a file that no recipe made has no more to say
+    changes = {"val_split": split, "dataset": dataset, "val_batch_size": batch_size, "workers": workers}
+    recipe = recipe.changed({name: value for name, value in changes.items() if value is not None})
+    with distributed.joined(device) as process:
+        batches, sharded = open_validation(recipe, data_dir, description.class_names, description.num_classes, process)
+        model = load(file, process.device)
+        prepare = Preparation(description.mean, description.std, process.device)
+        dtype = amp_dtype(recipe.amp, process.device)
+        metrics, failures = evaluate(model, batches, prepare, process.device, dtype, sharded)
+    if not process.is_main:
+        return None
+    for failure in failures:
+        print(f"cannot read {failure.name}: {failure.reason}", file=sys.stderr)
+    return metrics

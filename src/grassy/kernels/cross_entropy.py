@@ -1,0 +1,312 @@
+"""Softmax cross-entropy of subspace logits without the logits, as an operator that torch.compile keeps whole.
+
+Of B x C x K coordinates only those of a chunk of classes exist at a time, if there are many: the forward goes through
+the chunks with the running maximum and sums of each row, and the backward computes them again, but for the first few,
+which are kept. Shapes: B batch, C classes, K subspace dimension, N feature dimension; y (B, c·K) are the coordinates of
+c classes in a row.
+
+With l_c = γ‖y_c‖, target probabilities t_c (one for a label, zero elsewhere), smoothed to t'_c = (1−ε)t_c + ε/C, and
+T = Σ t'_c: the loss of a row is Σ t'_c (log Σ exp l − l_c) and ∂loss/∂l_c = T p_c − t'_c with p = softmax(l).
+"""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from grassy.kernels.logits import (
+    absorbed,
+    as_given,
+    fake_gradients,
+    fits,
+    no_second_derivative,
+    product,
+    product_dtype,
+    wants_grad,
+)
+from grassy.kernels.reference import subspace_logits
+
+#: Up to so many coordinates (or numbers in the weight, which is copied in half precision) are one chunk.
+WHOLE = 2**26
+#: So many are in a chunk otherwise: 32 MiB in bfloat16, which a large GPU's cache holds.
+CHUNK = 2**24
+#: So many are kept for the backward, at most: 224 MiB in bfloat16. The others are computed twice.
+KEEP = 7 * CHUNK
+
+
+class Terms(NamedTuple):
+    """What a loss is made of, besides tensors."""
+
+    classes: int
+    k: int
+    gamma: float
+    smoothing: float
+    ignore_index: int
+
+
+def subspace_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    gamma: float | Tensor,
+    label_smoothing: float,
+    normalize: bool,
+    reduction: str,
+    ignore_index: int,
+    kernels: bool,
+) -> Tensor:
+    """`ops.subspace_cross_entropy`, by kernels or in plain torch."""
+    _check(x, weight, target, label_smoothing, reduction)
+    soft = target.is_floating_point()
+    # Labels as int64: in uint8, which torch takes, the -100 of those to ignore would be class 156.
+    flat = target.reshape(-1, target.shape[-1]) if soft else target.reshape(-1).long()
+    if fits(x, weight, gamma) and not wants_grad(target):
+        x, gamma, normalize = absorbed(x, gamma, normalize)
+        rows = x.reshape(-1, x.shape[-1])
+        size, keep = _division(rows, weight)
+        settings = gamma, float(label_smoothing), ignore_index, normalize, kernels
+        keep = keep if wants_grad(x, weight) else 0
+        loss, _, _ = _forward(rows, weight, flat, product_dtype(x, weight), size, keep, *settings)
+    else:
+        logits = subspace_logits(x, weight, gamma, normalize).reshape(-1, weight.shape[0])
+        loss = F.cross_entropy(
+            logits,
+            flat.to(logits.dtype) if soft else flat,
+            ignore_index=ignore_index,
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
+    if reduction == "none":
+        return loss.reshape(x.shape[:-1])
+    if reduction == "sum":
+        return loss.sum()
+    return loss.mean() if soft else loss.sum() / (flat != ignore_index).sum()
+
+
+def _check(x: Tensor, weight: Tensor, target: Tensor, label_smoothing: float, reduction: str) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing!r}")
+    if weight.ndim != 3 or x.ndim == 0 or x.shape[-1] != weight.shape[-1] or weight.shape[0] == 0:
+        raise ValueError(
+            f"need features (..., N) and a weight (C, K, N) of at least one class, got {tuple(x.shape)} and "
+            f"{tuple(weight.shape)}"
+        )
+    expected = (*x.shape[:-1], weight.shape[0]) if target.is_floating_point() else x.shape[:-1]
+    if target.shape != torch.Size(expected):
+        raise ValueError(f"need a target of shape {tuple(expected)} for such features, got {tuple(target.shape)}")
+
+
+# --- the pieces in plain torch ----------------------------------------------------------------------------------
+
+
+def unit(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x̂ = x/‖x‖ (B, N) in the precision of the products, and 1/‖x‖ (B,); both zero for a zero feature."""
+    x = x.float()
+    length = torch.linalg.vector_norm(x, dim=-1)
+    inverse = torch.where(length == 0, 0, 1 / length)  # of a NaN it is one
+    return (x * inverse.unsqueeze(-1)).to(dtype), inverse
+
+
+def unit_grad(x: Tensor, inverse: Tensor, v: Tensor) -> Tensor:
+    """(v − x̂(x̂·v))/‖x‖: the gradient of x (B, N) from that of x̂, v (B, N) in float32."""
+    inverse = inverse.unsqueeze(-1)
+    exact = x.float() * inverse
+    return ((v - exact * (exact * v).sum(-1, keepdim=True)) * inverse).to(x.dtype)
+
+
+def observe(y: Tensor, target: Tensor, start: int, terms: Terms, state: Tensor, loss: Tensor, rows: Tensor) -> None:
+    """Take the classes from `start` on into the state; after the last ones, write the loss (B,) and rows (2, B).
+
+    The state (5, B) of a row: max l_c, Σ exp(l_c − max), Σ t_c l_c, Σ l_c and Σ t_c so far. `rows` is what the
+    backward needs to know of it: log Σ exp l_c and T. A label that is no class is found out by a NaN.
+    """
+    logits = terms.gamma * _norms(y, terms.k)
+    stop = start + logits.shape[1]
+    maximum, exponentials, picked, total, mass = state
+    if start == 0:
+        state.zero_()
+        maximum.fill_(-torch.inf)
+    raised = torch.maximum(maximum, logits.amax(-1))
+    exponentials.mul_((maximum - raised).exp()).add_((logits - raised.unsqueeze(-1)).exp().sum(-1))
+    maximum.copy_(raised)
+    total += logits.sum(-1)
+    soft = target.is_floating_point()
+    shares = _shares(target, start, stop)
+    picked += (shares * logits).sum(-1) if soft else logits.where(shares, 0).sum(-1)
+    mass += shares.sum(-1)
+    if stop == terms.classes:
+        eps = terms.smoothing
+        if not soft:
+            mass.fill_(1)
+            picked.masked_fill_((target < 0) | (target >= terms.classes), torch.nan)
+        # Logits are taken relative to the largest one, as a small loss is a small difference of them.
+        rows[1] = (1 - eps) * mass + eps
+        rest = (1 - eps) * (picked - mass * maximum) + eps * (total / terms.classes - maximum)
+        loss.copy_(rows[1] * exponentials.log() - rest)
+        rows[0] = maximum + exponentials.log()
+        if not soft:
+            loss.masked_fill_(target == terms.ignore_index, 0)
+
+
+def pull_back(y: Tensor, target: Tensor, start: int, terms: Terms, rows: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    """The gradient of the coordinates of the classes from `start` on, into `out`, which may be y itself.
+
+    It is g (T p_c − t'_c) γ y_c/‖y_c‖, and zero where y_c is; g (B,) is the gradient of the losses of the rows.
+    """
+    norms = _norms(y, terms.k)
+    probabilities = (terms.gamma * norms - rows[0].unsqueeze(-1)).exp()
+    shares = _shares(target, start, start + norms.shape[1]) * (1 - terms.smoothing) + terms.smoothing / terms.classes
+    if not target.is_floating_point():
+        grad = torch.where(target == terms.ignore_index, 0, grad)
+    slopes = grad.unsqueeze(-1) * (rows[1].unsqueeze(-1) * probabilities - shares)
+    slopes = torch.where(norms == 0, 0, terms.gamma * slopes / norms)
+    torch.mul(y.unflatten(-1, (-1, terms.k)), slopes.unsqueeze(-1), out=out.unflatten(-1, (-1, terms.k)))
+    return out
+
+
+def _norms(y: Tensor, k: int) -> Tensor:
+    return torch.linalg.vector_norm(y.unflatten(-1, (-1, k)), dim=-1, dtype=torch.float32)
+
+
+def _shares(target: Tensor, start: int, stop: int) -> Tensor:
+    """t_c of some classes, (B, c): probabilities in float32, or for labels whether they are that class."""
+    if target.is_floating_point():
+        return target[:, start:stop].float()
+    return target.unsqueeze(-1) == torch.arange(start, stop, device=target.device)
+
+
+# --- the operator -----------------------------------------------------------------------------------------------
+
+
+def _pieces(kernels: bool) -> Any:
+    return importlib.import_module("grassy.kernels.triton.head") if kernels else sys.modules[__name__]
+
+
+def _division(x: Tensor, weight: Tensor) -> tuple[int, int]:
+    """How many classes are in a chunk, and of how many the coordinates are kept: all, or some whole chunks."""
+    classes, k, _ = weight.shape
+    of_a_class = max(1, *x.shape) * k
+    if of_a_class * classes <= WHOLE:
+        return max(1, classes), classes
+    size = max(1, CHUNK // of_a_class)
+    return size, min(classes, KEEP // (size * of_a_class) * size)
+
+
+def _chunks(weight: Tensor, size: int) -> Iterator[tuple[int, int]]:
+    """First and last class of each chunk."""
+    classes = weight.shape[0]
+    return ((start, min(start + size, classes)) for start in range(0, classes, size))
+
+
+@torch.library.custom_op("grassy::subspace_cross_entropy", mutates_args=())
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    dtype: torch.dtype,
+    size: int,
+    keep: int,
+    gamma: float,
+    smoothing: float,
+    ignore_index: int,
+    normalize: bool,
+    kernels: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses (B,) of x (B, N), two numbers of each row (2, B), and the coordinates that are kept, chunk after chunk."""
+    pieces, terms = _pieces(kernels), Terms(weight.shape[0], weight.shape[1], gamma, smoothing, ignore_index)
+    state, loss, rows = (x.new_empty(*shape, len(x), dtype=torch.float32) for shape in ((5,), (), (2,)))
+    target = target.contiguous()
+    with as_given(x):
+        features = pieces.unit(x, dtype)[0] if normalize else x.to(dtype)
+        kept = features.new_empty(len(x) * keep * weight.shape[1])
+        for start, stop in _chunks(weight, size):
+            part = weight[start:stop].flatten(0, 1).to(dtype)
+            y = torch.mm(features, part.T, out=_of_chunk(kept, x, weight, start, stop) if start < keep else None)
+            pieces.observe(y, target, start, terms, state, loss, rows)
+            del part, y  # before the next ones are made
+    return loss, rows, kept
+
+
+def _of_chunk(kept: Tensor, x: Tensor, weight: Tensor, start: int, stop: int) -> Tensor:
+    """The place of a chunk (B, c·K) among the coordinates that are kept."""
+    of_a_class = len(x) * weight.shape[1]
+    return kept[start * of_a_class : stop * of_a_class].view(len(x), (stop - start) * weight.shape[1])
+
+
+@_forward.register_fake
+def _(
+    x: Tensor, weight: Tensor, target: Tensor, dtype: torch.dtype, size: int, keep: int, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, k = x.shape[0], weight.shape[1]
+    kept = x.new_empty(batch * keep * k, dtype=dtype)
+    return x.new_empty(batch, dtype=torch.float32), x.new_empty(2, batch, dtype=torch.float32), kept
+
+
+@torch.library.custom_op("grassy::subspace_cross_entropy_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    rows: Tensor,
+    kept: Tensor,
+    size: int,
+    keep: int,
+    gamma: float,
+    smoothing: float,
+    ignore_index: int,
+    normalize: bool,
+    kernels: bool,
+    for_x: bool,
+    for_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and weight from that of the losses (B,); empty if not wanted."""
+    pieces, terms = _pieces(kernels), Terms(weight.shape[0], weight.shape[1], gamma, smoothing, ignore_index)
+    dtype = kept.dtype
+    grad, target, rows, kept = (tensor.contiguous() for tensor in (grad, target, rows, kept))
+    dx, dweight = x.new_empty(0), weight.new_empty(weight.shape if for_weight else 0)
+    v = x.new_zeros(x.shape, dtype=torch.float32)
+    with as_given(x):
+        features, inverse = pieces.unit(x, dtype) if normalize else (x.to(dtype), None)
+        for start, stop in _chunks(weight, size):
+            part = weight[start:stop].flatten(0, 1).to(dtype)
+            y = _of_chunk(kept, x, weight, start, stop) if start < keep else torch.mm(features, part.T)
+            g = pieces.pull_back(y, target, start, terms, rows, grad, torch.empty_like(y) if start < keep else y)
+            if for_x:
+                v += product(g, part, torch.float32)
+            if for_weight:
+                product(g.T, features, weight.dtype, out=dweight[start:stop].flatten(0, 1))
+            del part, y, g  # before the next ones are made
+        if for_x:
+            dx = x.new_empty(x.shape).copy_(v) if inverse is None else pieces.unit_grad(x, inverse, v)
+    return dx, dweight
+
+
+_backward.register_fake(fake_gradients)
+_backward.register_autograd(no_second_derivative)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, target, _dtype, *ctx.options = inputs
+    _, rows, kept = output
+    ctx.save_for_backward(x, weight, target, rows, kept)
+    ctx.mark_non_differentiable(rows, kept)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * 9
+    if grad is None:
+        return None, None, *nothing
+    for_x, for_weight = ctx.needs_input_grad[:2]
+    dx, dweight = _backward(grad, *ctx.saved_tensors, *ctx.options, for_x, for_weight)
+    return dx if for_x else None, dweight if for_weight else None, *nothing
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup)

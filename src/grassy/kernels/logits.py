@@ -1,0 +1,160 @@
+"""The logits of `reference.subspace_logits` by kernels, as an operator of its own that torch.compile keeps whole.
+
+Features, weight and coordinates meet in three large products, in half precision under autocast. The coordinates
+W_c x̂ of all classes, B x C x K numbers, are written once in that precision and never in float32. Shapes: B batch,
+C classes, K subspace dimension, N feature dimension.
+
+Forward: y_c = W_c x̂, l_c = γ‖y_c‖. Backward, with g = ∂L/∂l: w_c = γ g_c y_c/‖y_c‖, ∂L/∂W_c = Σ_b w_bc x̂_bᵀ and
+∂L/∂x = (v − x̂(x̂·v))/‖x‖ with v = Σ_c W_cᵀ w_c. x̂ is cheaper to compute again than to keep.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grassy.kernels.reference import autocasts
+from grassy.kernels.reference import unit as exact_unit
+from grassy.precision import without_autocast
+
+#: What kernels compute with; all else is left to plain torch and its autograd.
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def subspace_logits(x: Tensor, weight: Tensor, gamma: float | Tensor, normalize: bool) -> Tensor:
+    """`reference.subspace_logits` by kernels, for what `fits`. The second derivative is not defined."""
+    x, gamma, normalize = absorbed(x, gamma, normalize)
+    rows = x.reshape(-1, x.shape[-1])
+    logits, _ = _forward(rows, weight, product_dtype(x, weight), wants_grad(x, weight), gamma, normalize)
+    return logits.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def absorbed(x: Tensor, gamma: float | Tensor, normalize: bool) -> tuple[Tensor, float, bool]:
+    """Features, gamma and whether to normalise: a gamma that is a tensor, and may want a gradient, is multiplied into
+    the features, since the operators take a number. So its sign is lost, for which no head has a use.
+    """
+    if not isinstance(gamma, Tensor):
+        return x, float(gamma), normalize
+    return gamma.reshape(()) * (exact_unit(x) if normalize else x.float()), 1.0, False
+
+
+def fits(x: Tensor, weight: Tensor, gamma: float | Tensor) -> bool:
+    """Whether the operators take such tensors."""
+    return unfit(x, weight, gamma) is None
+
+
+def unfit(x: Tensor, weight: Tensor, gamma: float | Tensor) -> str | None:
+    """Why the operators do not take such tensors, None if they do."""
+    if isinstance(gamma, Tensor) and gamma.numel() != 1:
+        return "gamma is a tensor of several numbers"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "the operators have no derivatives in forward mode"
+    plain = type(x) in (Tensor, nn.Parameter) and type(weight) in (Tensor, nn.Parameter)
+    if not plain or torch._C._are_functorch_transforms_active():
+        return "subclasses of Tensor, and the transforms of torch.func, know the operators of plain torch alone"
+    if not {x.dtype, weight.dtype, product_dtype(x, weight)} <= set(DTYPES):
+        return "it computes in float32 and bfloat16"
+    if weight.ndim != 3 or not x.ndim or not x.shape[-1] == weight.shape[-1] > 0 or x.device != weight.device:
+        return "features (..., N) and weight (C, K, N) do not fit each other, or are on different devices"
+    return None
+
+
+def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """The precision that features and weight are multiplied in."""
+    return torch.get_autocast_dtype(x.device.type) if autocasts(x) else weight.dtype
+
+
+def wants_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+@contextmanager
+def as_given(x: Tensor) -> Iterator[None]:
+    """Within an operator: products in the precision of their operands, and kernels on the GPU that x is on."""
+    with without_autocast(x), torch.cuda.device_of(x):
+        yield
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """A B, written in `dtype`: on a GPU straight from the accumulator, which is float32."""
+    if a.dtype == dtype:
+        return torch.mm(a, b, out=out)
+    if a.is_cuda and dtype == torch.float32:
+        return torch.mm(a, b, out_dtype=dtype, out=out)  # type: ignore[call-overload]
+    result = torch.mm(a, b).to(dtype)
+    return result if out is None else out.copy_(result)
+
+
+@torch.library.custom_op("grassy::subspace_logits", mutates_args=())
+def _forward(
+    x: Tensor, weight: Tensor, dtype: torch.dtype, keep: bool, gamma: float, normalize: bool
+) -> tuple[Tensor, Tensor]:
+    """Logits (B, C) of x (B, N), and the coordinates (B, C·K) if they are to be kept for the backward."""
+    from grassy.kernels.triton import head as triton_head
+
+    with as_given(x):
+        unit = triton_head.unit(x, dtype)[0] if normalize else x.to(dtype)
+        y = torch.mm(unit, weight.flatten(0, 1).to(dtype).T)
+        return triton_head.lengths(y, weight.shape[1], gamma), y if keep else y.new_empty(0)
+
+
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, dtype: torch.dtype, keep: bool, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, (classes, k, _n) = x.shape[0], weight.shape
+    kept = x.new_empty(batch, classes * k, dtype=dtype) if keep else x.new_empty(0, dtype=dtype)
+    return x.new_empty(batch, classes, dtype=torch.float32), kept
+
+
+@torch.library.custom_op("grassy::subspace_logits_backward", mutates_args=())
+def _backward(
+    grad: Tensor, x: Tensor, weight: Tensor, y: Tensor, gamma: float, normalize: bool, for_x: bool, for_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and weight from that of the logits; empty if not wanted."""
+    from grassy.kernels.triton import head as triton_head
+
+    dx, dweight = x.new_empty(0), weight.new_empty(0)
+    with as_given(x):
+        unit, inverse = triton_head.unit(x, y.dtype) if normalize else (x.to(y.dtype), None)
+        g = triton_head.lengths_grad(y.contiguous(), grad, weight.shape[1], gamma)
+        if for_x:
+            v = product(g, weight.flatten(0, 1).to(y.dtype), torch.float32)
+            dx = x.new_empty(x.shape).copy_(v) if inverse is None else triton_head.unit_grad(x, inverse, v)
+        if for_weight:
+            dweight = weight.new_empty(weight.shape)
+            product(g.T, unit, weight.dtype, out=dweight.view(-1, weight.shape[-1]))
+    return dx, dweight
+
+
+def no_second_derivative(*_: Any) -> None:
+    raise RuntimeError(
+        "what is fused in the head has no second derivative: take grassy.kernels.subspace_logits(..., impl='reference')"
+    )
+
+
+_backward.register_autograd(no_second_derivative)
+
+
+@_backward.register_fake
+def fake_gradients(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    for_x, for_weight = rest[-2:]
+    return x.new_empty(x.shape if for_x else 0), weight.new_empty(weight.shape if for_weight else 0)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, _dtype, _keep, *ctx.options = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _y: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 6
+    for_x, for_weight = ctx.needs_input_grad[:2]
+    dx, dweight = _backward(grad, *ctx.saved_tensors, *ctx.options, for_x, for_weight)
+    return dx if for_x else None, dweight if for_weight else None, None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup)

@@ -1,0 +1,248 @@
+"""The two hot paths in plain torch: the specification of every kernel, and the path where no kernel fits.
+
+Shapes: B batch, C classes, K subspace dimension, N feature dimension. Weight, gradient and momentum are (C, K, N).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from grassy import geometry
+from grassy.kernels.spectral import whitening
+
+#: A turn by more than 2**6 = 64 radians in one step is scaled down to that.
+MAX_DOUBLINGS = 6
+#: What is left of a gradient that lies in the subspace is rounding: less than so many units of it.
+ROUNDING = 16
+
+
+def subspace_logits(x: Tensor, weight: Tensor, gamma: float | Tensor, normalize: bool) -> Tensor:
+    """l_c = γ‖W_c x̂‖ with x̂ = x/‖x‖ (paper, Eq. 4 and 6): features (..., N) to logits (..., C).
+
+    Only the product runs in half precision under autocast; squares, sums and norms do not, and the logits are at least
+    float32. A zero feature has zero logits and, the limit being undefined, a zero gradient.
+    """
+    x = unit(x) if normalize else x.to(torch.promote_types(x.dtype, torch.float32))
+    rows = weight.flatten(0, 1)
+    if not autocasts(x):
+        x = x.to(rows.dtype)
+    coordinates = torch.nn.functional.linear(x, rows).unflatten(-1, weight.shape[:2])
+    exact = torch.promote_types(coordinates.dtype, torch.float32)
+    return gamma * torch.linalg.vector_norm(coordinates, dim=-1, dtype=exact)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Vectors (..., N) scaled to length 1, in at least float32; a zero vector stays zero and gets no gradient."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.where(length == 0, 0, x / length.clamp_min(torch.finfo(x.dtype).tiny))  # a NaN stays one
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether a product with x will be cast by autocast, so that x must be left as it is."""
+    kind = x.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)  # of the meta device it must not be asked
+
+
+def geodesic_step(
+    weight: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor | None,
+    lr: float | Tensor,
+    momentum: float | Tensor,
+    *,
+    retraction: str,
+    transport: str,
+    max_angle: float | None,
+    maximize: bool,
+    direction: str = "gradient",
+    skip: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One step of Algorithm 1 in place, a block of classes at a time; returns the counts (skipped, capped).
+
+    A block is small enough to stay in a CPU's cache between the passes over it, and bounds the extra memory. If `skip`,
+    a number on the device, is not 0, nothing is changed.
+    """
+    skipped = torch.zeros((), dtype=torch.int64, device=weight.device)
+    capped = skipped.clone()
+    size = _classes_in_a_block(weight)
+    scratch = torch.empty((2, *weight[:size].shape), dtype=weight.dtype, device=weight.device)
+    for start in range(0, weight.shape[0], size):
+        w, d = weight[start : start + size], grad[start : start + size].to(weight.dtype)
+        m = None if momentum_buffer is None else momentum_buffer[start : start + size]
+        new_w, new_m, finite, within = _step(
+            w,
+            -d if maximize else d,
+            None if m is None else m.to(weight.dtype),
+            lr,
+            momentum,
+            retraction=retraction,
+            transport=transport,
+            max_angle=max_angle,
+            direction=direction,
+            h=scratch[0, : w.shape[0]],
+            out=scratch[1, : w.shape[0]],
+        )
+        if skip is not None:
+            keep = skip != 0
+            new_w, new_m = torch.where(keep, w, new_w), new_m if m is None else torch.where(keep, m.to(w.dtype), new_m)
+            finite, within = finite | keep, within | keep
+        w.copy_(new_w)
+        if m is not None:
+            m.copy_(new_m)
+        skipped += (~finite).sum()
+        capped += (~within).sum()
+    return skipped, capped
+
+
+def _step(
+    w: Tensor,
+    d: Tensor,
+    m: Tensor | None,
+    lr: float | Tensor,
+    momentum: float | Tensor,
+    *,
+    retraction: str,
+    transport: str,
+    max_angle: float | None,
+    direction: str,
+    h: Tensor,
+    out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """New weight and momentum of some classes, and per class whether it was finite and within the largest angle.
+
+    h and out are where the tangent vector and the new weight may be written.
+
+    Algorithm 1 of the paper, descending. Steps 1 to 3 are one projection, since projecting is linear. Step 4 is the
+    geodesic in the Gram form of `geometry.geodesic`, and step 5 one Newton–Schulz iteration towards the polar factor,
+    taken in every step: being K x K arithmetic it costs next to nothing, and the error never builds up.
+
+    The move is along O = H, or, with the spectral direction, along what `kernels.spectral` makes of H. The momentum
+    is H in either case.
+    """
+    gram_w, overlap, a = _tangent(w, d, m, momentum, h)
+    present = (gram_w.diagonal(dim1=-2, dim2=-1) > 0).to(w.dtype)
+    if _any(present == 0):
+        h.mul_(present.unsqueeze(-1))
+        a = a * present.unsqueeze(-1) * present.unsqueeze(-2)
+    energy = a.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]  # ‖H‖²; a NaN or Inf anywhere in B shows here
+    finite = energy.isfinite() & (lr.isfinite() if isinstance(lr, Tensor) else math.isfinite(lr))
+    if _any(~finite):
+        h, a, energy = (torch.where(finite, tensor, 0) for tensor in (h, a, energy))
+    o, cross = h, a  # O and H Oᵀ; from here on A = O Oᵀ
+    if direction == "spectral":
+        o = _spectral_direction(w, h, a, overlap)
+        cross, a = h @ o.mT, o @ o.mT
+        energy = a.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
+
+    speed = energy.sqrt() if max_angle is None else _largest_eigenvalue(a).sqrt()
+    limit = min(2.0**MAX_DOUBLINGS, math.inf if max_angle is None else max_angle)
+    within = (lr * speed <= limit) | ~finite
+    tau = lr if not _any(~within) else torch.where(within, lr, limit / speed)
+
+    if retraction == "qf":
+        # The variant of the appendix: a Euclidean step, then step 5 with a positive diagonal.
+        new_w, new_m = torch.where(energy > 0, _qf(w - tau * o, present), w), h
+    else:
+        cosm1, sinc = geometry.cosm1_sinc(tau**2 * a, None if a.device.type == "cpu" else MAX_DOUBLINGS)
+        eye = torch.eye(w.shape[-2], dtype=w.dtype, device=w.device)
+        p, q = cosm1 + eye, -tau * sinc
+        # The Gram matrix of P W + Q O, without forming it. A class that does not move is left alone, to the bit.
+        gram = p @ gram_w @ p + q @ a @ q
+        polar = torch.where(energy > 0, 1.5 * eye - 0.5 * gram, eye)
+        new_m = h if transport == "projection" else torch.bmm(p, h).baddbmm_(tau * (cross @ sinc), w)
+        new_w = torch.bmm(polar @ p, w, out=out).baddbmm_(polar @ q, o)
+        large = lr**2 * energy > 1
+        if _any(large):  # for turns of a radian and more, rounding in A is felt: look at the result itself
+            new_w = torch.where(large, 1.5 * eye - 0.5 * (new_w @ new_w.mT), eye) @ new_w
+    if _any(~finite):
+        new_w, new_m = torch.where(finite, new_w, w), new_m if m is None else torch.where(finite, new_m, m)
+    return new_w, new_m, finite.flatten(), within.flatten()
+
+
+def _tangent(
+    w: Tensor, d: Tensor, m: Tensor | None, momentum: float | Tensor, h: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Steps 1 to 3: fills h with H = B − (B Wᵀ)(W Wᵀ)⁻¹ W, B = μM + D, and returns W Wᵀ, B Wᵀ and H Hᵀ."""
+    # In place throughout: fresh memory for every block would cost more than the arithmetic.
+    if m is None:
+        h.copy_(d)
+    elif isinstance(momentum, Tensor):
+        torch.addcmul(d, m, momentum, out=h)
+    else:
+        torch.add(d, m, alpha=momentum, out=h)
+    gram_w = geometry.gram(w)
+    overlap = h @ w.mT
+    # (2I − WWᵀ) is the inverse of WWᵀ to first order: H ⟂ W even where W is orthonormal only to rounding.
+    h.baddbmm_(2 * overlap - overlap @ gram_w, w, alpha=-1)
+    return gram_w, overlap, h @ h.mT
+
+
+def _qf(z: Tensor, present: Tensor) -> Tensor:
+    """`geometry.retract_qf` without a QR, which takes a GPU very long: Z = L Q, where L is the Cholesky factor of ZZᵀ.
+
+    Twice, since the first time the rounding of ZZᵀ is felt, times its condition: at most 64² for turns of 64 radians.
+    """
+    absent = torch.diag_embed(1 - present)
+    for _ in range(2):
+        z = _inverse_cholesky_factor(geometry.gram(z) + absent) @ z
+    return z
+
+
+def _inverse_cholesky_factor(gram: Tensor) -> Tensor:
+    """R, lower triangular with a positive diagonal, such that R G Rᵀ = I: Gram–Schmidt on unit vectors in the metric G.
+
+    By products alone: a factorisation by the library would look whether it went well, and a GPU had to be waited for.
+    """
+    k = gram.shape[-1]
+    r = torch.eye(k, dtype=gram.dtype, device=gram.device).repeat(*gram.shape[:-2], 1, 1)
+    for j in range(k):
+        row = r[..., j : j + 1, :]
+        image = row @ gram
+        length = (row * image).sum(-1, keepdim=True).sqrt()
+        row /= length
+        below = r[..., j + 1 :, :]
+        below -= (below @ (image / length).mT) * row
+    return r
+
+
+def _spectral_direction(w: Tensor, h: Tensor, a: Tensor, overlap: Tensor) -> Tensor:
+    """The tangent vector O of `kernels.spectral` at W, from H, A = H Hᵀ and B Wᵀ."""
+    eps, most = torch.finfo(h.dtype).eps, torch.finfo(h.dtype).max / 4
+    # The length of what rounding leaves of a gradient inside the subspace: to be seen as no direction at all.
+    floor = (ROUNDING * eps * overlap).square().sum((-2, -1), keepdim=True).nan_to_num(nan=0.0, posinf=most)
+    o = whitening(a, _largest_eigenvalue(a), floor) @ h
+    return o.baddbmm_(o @ w.mT, w, alpha=-1)  # again orthogonal to W: directions that H hardly has were magnified
+
+
+def _largest_eigenvalue(a: Tensor, squarings: int = 8) -> Tensor:
+    """The largest eigenvalue of positive semidefinite A (..., K, K) as (..., 1, 1), too large by at most K**(1/512).
+
+    ‖A^p‖_F^(1/p) at p = 256: products alone, where eigvalsh would make a GPU wait.
+    """
+    tiny = torch.finfo(a.dtype).tiny
+    largest = a.abs().amax((-2, -1)).clamp_min(tiny)  # divided out first, or the squares of a large A overflow
+    a = a / largest[..., None, None]
+    norm = torch.linalg.matrix_norm(a).clamp_min(tiny)
+    logarithm = largest.log() + norm.log()
+    for step in range(1, squarings + 1):
+        a = a / norm[..., None, None]
+        a = a @ a
+        norm = torch.linalg.matrix_norm(a).clamp_min(tiny)
+        logarithm = logarithm + norm.log() / 2**step
+    return logarithm.exp()[..., None, None]
+
+
+def _any(mask: Tensor) -> bool:
+    """Whether a rare case must be handled. A GPU is not asked, since it would have to be waited for: it handles all."""
+    return mask.device.type != "cpu" or bool(mask.any())
+
+
+def _classes_in_a_block(weight: Tensor) -> int:
+    """How many classes to take at a time.
+
+    On a CPU a block has at most 4 MiB, and of a large weight two blocks are below a tenth. On a GPU it has 256 MiB.
+    """
+    budget = min(max(2**20, weight.nbytes // 22), 2**22) if weight.device.type == "cpu" else 2**28
+    return max(1, budget * weight.shape[0] // max(1, weight.nbytes))

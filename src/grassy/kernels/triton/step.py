@@ -1,0 +1,359 @@
+"""The step of classes that do not fit on the chip, in a few launches: any n, and k up to 32, or 64 on a large GPU.
+
+The mathematics is that of `reference._step`, the names too. A first pass over the columns sums the Gram matrices of W
+and B = μM + D (`_grams`), from which all K x K matrices follow (`_turns`), and a second one makes the new W and M
+(`_moves`): eight passes through memory, where five would be the floor. Classes that turn far have more, in which H and
+W' themselves are looked at (`_grams` again, `_polish`).
+
+Products are those of tensor cores, each of three ("tf32x3"), which is almost float32. Their sums are not rounded but
+cut off, so that a long sum would drift: the columns of a block are summed there, and blocks in float32.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grassy.kernels.reference import MAX_DOUBLINGS
+from grassy.kernels.triton.small_matrices import cosm1_sinc, dot, largest_singular_value
+
+MAX_ROWS = 64
+#: Columns of a block, by the rows of a class, rounded up.
+COLUMNS = {16: 64, 32: 32, 64: 32}
+STAGES = 2
+#: With 64 rows, what a program needs of shared memory; it is what GPUs from Hopper on for data centres have.
+BYTES_OF_64_ROWS = 192 * 1024
+#: Columns that one program of the last pass makes.
+SHARE = 512
+#: Of the K x K matrices between the passes; more classes than have room there are taken one part after the other.
+SCRATCH_BYTES = 2**26
+
+#: What `_turns` finds about a class.
+SKIP, STILL, MOVE, CAREFUL, POLISH = (tl.constexpr(i) for i in range(5))
+
+
+def fits(weight: Tensor) -> bool:
+    """Whether the kernels take a weight of this shape, dtype and layout, on its device."""
+    if weight.numel() == 0 or weight.dtype != torch.float32 or not weight.is_contiguous():
+        return False
+    return weight.shape[1] <= (_most_rows(weight.device) if weight.device.type == "cuda" else MAX_ROWS)
+
+
+@functools.cache
+def _most_rows(device: torch.device) -> int:
+    """Of a class, on a GPU. Those of AMD, and those of NVIDIA before Ampere, have no tensor cores that take TF32."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return 0
+    shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return MAX_ROWS if shared >= BYTES_OF_64_ROWS else MAX_ROWS // 2
+
+
+def warps(rows: int) -> int:
+    """Of a program, by the rows of a class, rounded up."""
+    return 8 if rows == 64 else 4
+
+
+def launch(
+    weight: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor | None,
+    counts: Tensor,
+    lr: float | Tensor,
+    momentum: float | Tensor,
+    *,
+    transport: str,
+    max_angle: float | None,
+    maximize: bool,
+    skip: Tensor | None,
+) -> None:
+    """One step of contiguous tensors, in place."""
+    classes, k, n = weight.shape
+    rows = max(16, triton.next_power_of_2(k))
+    matrices = 5 if transport == "parallel" else 3
+    part = max(1, min(classes, SCRATCH_BYTES // (4 * matrices * rows * rows)))
+    # Of each class some K x K matrices, a row that says which of its rows are present, and a verdict.
+    scratch = torch.empty((part, matrices * rows + 1, rows), dtype=torch.float32, device=weight.device)
+    verdicts = torch.empty(part, dtype=torch.int32, device=weight.device)
+
+    own = {"CAN_SKIP": skip is not None, "num_warps": warps(rows)}
+    sizes = {**own, "K": rows, "N": COLUMNS[rows], "num_stages": STAGES}
+    both = {**sizes, "HAS_MOMENTUM": momentum_buffer is not None, "MAXIMIZE": maximize}
+    both["MOMENTUM_ON_DEVICE"] = isinstance(momentum, Tensor)
+    turns = {**own, "K": rows, "LR_ON_DEVICE": isinstance(lr, Tensor), "CAPPED": max_angle is not None}
+    turns |= {"PARALLEL": transport == "parallel", "LARGEST": float(2**MAX_DOUBLINGS)}
+    limit = float("inf") if max_angle is None else max_angle
+    for first in range(0, classes, part):
+        many = min(part, classes - first)
+        w, d = weight[first : first + many], grad[first : first + many]
+        m = w if momentum_buffer is None else momentum_buffer[first : first + many]
+        between = (scratch, verdicts, weight if skip is None else skip)
+        tensors = (w, d, m, *between, momentum, k, n, matrices)
+        with torch.cuda.device_of(weight):  # Triton launches on the current device
+            _grams[(many,)](*tensors, CAREFUL_ONLY=False, **both)
+            _turns[(many,)](*between, counts, lr, limit, matrices, 0, **turns)
+            _grams[(many,)](*tensors, CAREFUL_ONLY=True, **both)
+            _turns[(many,)](*between, counts, lr, limit, matrices, 1, **turns)
+            _moves[(many, triton.cdiv(n, SHARE))](*tensors, PARALLEL=transport == "parallel", SHARE=SHARE, **both)
+            _polish[(many,)](w, *between, k, n, **sizes)
+
+
+@triton.jit
+def _grams(
+    weight_pointer,
+    grad_pointer,
+    momentum_pointer,
+    scratch_pointer,
+    verdict_pointer,
+    skip,
+    momentum,
+    k,
+    n,
+    matrices,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    HAS_MOMENTUM: tl.constexpr,
+    MOMENTUM_ON_DEVICE: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    CAN_SKIP: tl.constexpr,
+    CAREFUL_ONLY: tl.constexpr,
+):
+    """W Wᵀ, B Wᵀ and B Bᵀ; or, of classes that `_turns` found to need it, H Hᵀ from H itself, in the place of B Bᵀ."""
+    if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
+        if tl.load(skip) != 0:
+            return
+    if CAREFUL_ONLY:  # noqa: SIM102
+        if tl.load(verdict_pointer + tl.program_id(0)) != CAREFUL:
+            return
+    mu = tl.load(momentum).to(tl.float32) if MOMENTUM_ON_DEVICE else momentum
+    row = tl.arange(0, K)[:, None]
+    column = tl.arange(0, N)[None, :]
+    place = tl.program_id(0).to(tl.int64) * k * n + row * n + column
+    nothing = _nothing(n, K)
+    matrix = scratch_pointer + _matrix(matrices, K)
+    present = tl.load(scratch_pointer + _presence(matrices, K)) > 0  # with care; before that it is not known
+    x = tl.load(matrix + K * K)
+    gram_w = tl.zeros([K, K], tl.float32)
+    overlap = tl.zeros([K, K], tl.float32)
+    square = tl.zeros([K, K], tl.float32)
+    for begin in range(0, n, N):
+        inside = (row < k) & (begin + column < n)
+        w = tl.load(weight_pointer + place + begin, inside, other=0.0)
+        b = _sum(grad_pointer, momentum_pointer, place + begin, inside, mu, HAS_MOMENTUM, MAXIMIZE)
+        if CAREFUL_ONLY:
+            b = tl.where(present[:, None], b - dot(x, w, True), 0.0)
+        else:
+            gram_w += tl.dot(w, tl.trans(w), nothing, input_precision="tf32x3")
+            overlap += tl.dot(b, tl.trans(w), nothing, input_precision="tf32x3")
+        square += tl.dot(b, tl.trans(b), nothing, input_precision="tf32x3")
+    if not CAREFUL_ONLY:
+        tl.store(matrix, gram_w)
+        tl.store(matrix + K * K, overlap)
+    tl.store(matrix + 2 * K * K, square)
+
+
+@triton.jit(do_not_specialize=["careful"])  # one kernel for both calls
+def _turns(
+    scratch_pointer,
+    verdict_pointer,
+    skip,
+    counts_pointer,
+    lr,
+    max_angle,
+    matrices,
+    careful,
+    K: tl.constexpr,
+    LR_ON_DEVICE: tl.constexpr,
+    CAN_SKIP: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PARALLEL: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """From Gram matrices to what W' = W + Y W + V H, H = B − X W and M' are made of: Y, X and V take their place.
+
+    With `careful`, of the classes that were found to need it, and from H Hᵀ, which has then taken the place of B Bᵀ.
+    """
+    if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
+        if tl.load(skip) != 0:
+            return
+    rate = tl.load(lr).to(tl.float32) if LR_ON_DEVICE else lr
+    matrix = scratch_pointer + _matrix(matrices, K)
+    verdict_pointer += tl.program_id(0)
+    verdict = tl.load(verdict_pointer, mask=careful != 0, other=MOVE)
+    row = tl.arange(0, K)
+    eye = (row[:, None] == row[None, :]).to(tl.float32)
+    gram_w = tl.load(matrix)
+    x = tl.load(matrix + K * K)
+    a = tl.load(matrix + 2 * K * K)
+    mass = tl.sum(tl.sum(gram_w * eye, axis=1), axis=0)
+    energy = tl.sum(tl.sum(a * eye, axis=1), axis=0)
+    present = tl.sum(gram_w * eye, axis=1) > 0  # an absent row has no direction of its own
+    eye = tl.where(present[:, None], eye, 0.0)
+    defect = gram_w - eye
+    if careful != 0:
+        verdict = tl.where(verdict == CAREFUL, POLISH, SKIP)
+    else:
+        overlap = tl.where(present[:, None], x, 0.0)
+        x = overlap - dot(overlap, defect, True)  # B Wᵀ (W Wᵀ)⁻¹, to first order, as is what follows
+        square = a
+        a = tl.where(present[:, None] & present[None, :], a - dot(x, tl.trans(overlap), True), 0.0)
+        length = energy  # ‖B‖²
+        left = tl.sum(tl.sum(a * eye, axis=1), axis=0)
+        energy = tl.maximum(left, 0.0)
+        # A class that does not move is left alone, to the bit.
+        verdict = tl.where(tl.sum(tl.sum(square * eye, axis=1), axis=0) > 0, MOVE, STILL)
+        # What cancellation leaves in A is of the size of rounding in B Bᵀ, and is felt only in large turns, or if the
+        # length of H itself matters.
+        far = rate * rate * length > 1
+        if CAPPED:
+            far = far | (64 * energy < length)
+        verdict = tl.where(far, CAREFUL, verdict)
+        if (mass - mass) + (length - length) + (left - left) + (rate - rate) != 0:  # a NaN or Inf anywhere shows there
+            verdict = SKIP
+            tl.atomic_add(counts_pointer, 1)
+        tl.store(verdict_pointer, verdict)
+        tl.store(scratch_pointer + _presence(matrices, K), present.to(tl.float32))
+        tl.store(matrix + K * K, x)
+
+    if (verdict != SKIP) & (verdict != CAREFUL):
+        speed = tl.sqrt(energy)
+        if CAPPED:
+            speed = largest_singular_value(a, True)
+        limit = tl.minimum(LARGEST, max_angle)
+        tau = rate
+        if rate * speed > limit:
+            tau = limit / speed
+            tl.atomic_add(counts_pointer + 1, 1)
+        cosm1, sinc = cosm1_sinc(tau * tau * a, eye, True)
+        # The polar factor of P W + Q H is 1 − (P (W Wᵀ) P − P²) / 2, up to its square, since cos² + sin² = 1.
+        off = dot(cosm1, defect, True)
+        off = defect + off + tl.trans(off)
+        tl.store(matrix, cosm1 - 0.5 * (off + dot(off, cosm1, True)))
+        tl.store(matrix + 2 * K * K, -tau * (sinc - 0.5 * dot(off, sinc, True)))
+        if PARALLEL:
+            tl.store(matrix + 3 * K * K, tau * dot(a, sinc, True))
+            tl.store(matrix + 4 * K * K, cosm1)
+        if careful != 0:
+            tl.store(verdict_pointer, verdict)
+
+
+@triton.jit
+def _moves(
+    weight_pointer,
+    grad_pointer,
+    momentum_pointer,
+    scratch_pointer,
+    verdict_pointer,
+    skip,
+    momentum,
+    k,
+    n,
+    matrices,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    SHARE: tl.constexpr,
+    HAS_MOMENTUM: tl.constexpr,
+    MOMENTUM_ON_DEVICE: tl.constexpr,
+    PARALLEL: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    CAN_SKIP: tl.constexpr,
+):
+    """The new W and M of some of the columns."""
+    if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
+        if tl.load(skip) != 0:
+            return
+    verdict = tl.load(verdict_pointer + tl.program_id(0))
+    if verdict == SKIP:
+        return
+    mu = tl.load(momentum).to(tl.float32) if MOMENTUM_ON_DEVICE else momentum
+    row = tl.arange(0, K)[:, None]
+    column = tl.arange(0, N)[None, :]
+    place = tl.program_id(0).to(tl.int64) * k * n + row * n + column
+    moving = row < tl.where(verdict == STILL, 0, k)
+    matrix = scratch_pointer + _matrix(matrices, K)
+    present = tl.load(scratch_pointer + _presence(matrices, K)) > 0
+    along_w = tl.load(matrix)
+    x = tl.load(matrix + K * K)
+    along_h = tl.load(matrix + 2 * K * K)
+    start = tl.program_id(1) * SHARE
+    for begin in range(start, tl.minimum(start + SHARE, n), N):
+        inside = (row < k) & (begin + column < n)
+        w = tl.load(weight_pointer + place + begin, inside, other=0.0)
+        b = _sum(grad_pointer, momentum_pointer, place + begin, inside, mu, HAS_MOMENTUM, MAXIMIZE)
+        h = tl.where(present[:, None], b - dot(x, w, True), 0.0)
+        new = w + (dot(along_w, w, True) + dot(along_h, h, True))
+        tl.store(weight_pointer + place + begin, new, inside & moving)
+        if HAS_MOMENTUM:
+            if PARALLEL:
+                turned = tl.load(matrix + 3 * K * K)
+                cosm1 = tl.load(matrix + 4 * K * K)
+                h += dot(cosm1, h, True) + dot(turned, w, True)
+            tl.store(momentum_pointer + place + begin, h, inside)
+
+
+@triton.jit
+def _polish(
+    weight_pointer,
+    scratch_pointer,
+    verdict_pointer,
+    skip,
+    k,
+    n,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    CAN_SKIP: tl.constexpr,
+):
+    """After a turn so large that rounding in A is felt: the polar factor of the result itself."""
+    if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
+        if tl.load(skip) != 0:
+            return
+    if tl.load(verdict_pointer + tl.program_id(0)) != POLISH:
+        return
+    row = tl.arange(0, K)
+    column = tl.arange(0, N)[None, :]
+    place = tl.program_id(0).to(tl.int64) * k * n + row[:, None] * n + column
+    eye = (row[:, None] == row[None, :]).to(tl.float32)
+    nothing = _nothing(n, K)
+    gram = tl.zeros([K, K], tl.float32)
+    for begin in range(0, n, N):
+        w = tl.load(weight_pointer + place + begin, (row[:, None] < k) & (begin + column < n), other=0.0)
+        gram += tl.dot(w, tl.trans(w), nothing, input_precision="tf32x3")
+    half = 0.5 * (eye - gram)
+    for begin in range(0, n, N):
+        inside = (row[:, None] < k) & (begin + column < n)
+        w = tl.load(weight_pointer + place + begin, inside, other=0.0)
+        tl.store(weight_pointer + place + begin, w + dot(half, w, True), inside)
+
+
+# ------------------------------------------------------------------------------------------------ parts of them
+
+
+@triton.jit
+def _sum(grad_pointer, momentum_pointer, place, inside, mu, HAS_MOMENTUM: tl.constexpr, MAXIMIZE: tl.constexpr):
+    """B = μM + D."""
+    b = tl.load(grad_pointer + place, inside, other=0.0).to(tl.float32)
+    if MAXIMIZE:
+        b = -b
+    if HAS_MOMENTUM:
+        b += mu * tl.load(momentum_pointer + place, inside, other=0.0).to(tl.float32)
+    return b
+
+
+@triton.jit
+def _nothing(n, K: tl.constexpr):
+    """0, which the compiler does not know to be it: else it would add all blocks up within the tensor cores."""
+    return tl.zeros([K, K], tl.float32) + tl.where(n < 0, 1.0, 0.0)
+
+
+@triton.jit
+def _matrix(matrices, K: tl.constexpr):
+    """Where the entries of the first matrix of a class are."""
+    index = tl.arange(0, K)
+    return tl.program_id(0).to(tl.int64) * (matrices * K + 1) * K + index[:, None] * K + index[None, :]
+
+
+@triton.jit
+def _presence(matrices, K: tl.constexpr):
+    """Where it is noted whether the rows of a class are present."""
+    return tl.program_id(0).to(tl.int64) * (matrices * K + 1) * K + matrices * K * K + tl.arange(0, K)

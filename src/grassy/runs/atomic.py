@@ -1,0 +1,54 @@
+"""Whole files or none: written under a temporary name, flushed to the disk and renamed."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+TEMPORARY = ".writing-"
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a file under a temporary name and rename it: a crash at any moment leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=TEMPORARY, dir=path.parent)
+    except OSError as error:
+        raise OSError(error.errno, f"could not be written: {error.strerror}", str(path)) from error
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's files are for their owner alone
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(error, OSError) and error.filename is None:
+            raise OSError(error.errno, f"could not be written: {error.strerror}", str(path)) from error
+        raise
+    _sync_folder(path.parent)
+
+
+def remove_torn_files(folder: Path) -> None:
+    """Remove what a killed process was writing."""
+    for file in folder.glob(f"{TEMPORARY}*"):
+        file.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "posix":  # a rename is safe from a power cut once the folder is on the disk
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,136 @@
+"""The folder of a run: who may write to it, what it is resumed from, and what is saved there, in which order."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from grassy.runs.atomic import remove_torn_files, write_atomically
+from grassy.runs.recipe import Recipe
+from grassy.runs.state import STATE, save_state
+from grassy.runs.weights import BEST, LAST, Description, save_weights
+
+#: Is there until a run has saved its first state: weights without one are then those of a run that was killed.
+FIRST = ".first-checkpoint"
+#: What may differ between a run and its continuation: it changes how long or how conveniently, not what is trained.
+FREE = (
+    "description",
+    "paper",
+    "epochs",
+    "decay_milestones",  # they follow the epochs
+    "warmup_epochs",  # so does this, if there are few
+    "workers",
+    "val_batch_size",
+    "val_interval",
+    "checkpoint_interval",
+    "nonfinite",
+)
+
+
+class RunFolder:
+    """One process at a time writes to a folder; a second one is refused."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None
+
+    def claim(self) -> None:
+        """Make the folder, keep others out of it, and remove what a killed process was writing."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(ImportError):  # not on Windows
+            import fcntl
+
+            self._lock = os.open(self.path, os.O_RDONLY)
+            # A worker that outlives a killed process for some seconds must not keep the folder from the next one.
+            os.register_at_fork(after_in_child=self.release)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(self._lock)
+                self._lock = None
+                raise ValueError(f"another process is training into {self.path}") from None
+        remove_torn_files(self.path)
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def find_state(self, resume: str) -> Path | None:
+        """The file to resume from. A folder that holds another run is not written over."""
+        own = self.path / STATE
+        taken = any((self.path / name).exists() for name in (STATE, LAST, BEST))
+        killed = (self.path / FIRST).exists() and not own.exists()
+        if resume == "auto":
+            if taken and not own.exists() and not killed:
+                raise ValueError(
+                    f"{self.path} holds weights, but no {STATE} to go on from: move them away, or give another --output"
+                )
+            return own if own.exists() else None
+        source = Path(resume)
+        if resume and source.suffix == ".safetensors":
+            raise ValueError(f"{source} holds weights alone: to resume, give the run's folder or its {STATE}")
+        source = source / STATE if source.is_dir() else source
+        if resume and not source.is_file():
+            raise ValueError(f"there is nothing to resume from at {source}")
+        if taken and not (resume and (killed or source.resolve() == own.resolve())):
+            raise ValueError(
+                f"{self.path} holds a run already: --resume auto goes on with it, or give another --output"
+            )
+        return source if resume else None
+
+    def adopt_best(self, state: Path) -> None:
+        """Take over the best weights of the run that is resumed from, if it lies elsewhere."""
+        best = state.parent / BEST
+        if best.is_file() and not (self.path / BEST).exists():
+            (self.path / FIRST).touch()
+            with best.open("rb") as source:
+                write_atomically(self.path / BEST, lambda file: shutil.copyfileobj(source, file))
+
+    def save(
+        self,
+        best: tuple[Mapping[str, Tensor], Description] | None,
+        last: tuple[Mapping[str, Tensor], Description],
+        state: Mapping[str, Any],
+    ) -> None:
+        """Write the best and the last weights, then the state: it must never claim what is not on the disk."""
+        if not (self.path / STATE).exists():
+            (self.path / FIRST).touch()
+        if best is not None:
+            save_weights(*best, self.path / BEST)
+        save_weights(*last, self.path / LAST)
+        save_state(state, self.path / STATE)
+        (self.path / FIRST).unlink(missing_ok=True)
+
+
+def check_same_run(
+    saved: Mapping[str, Any],
+    recipe: Recipe,
+    updates: int,
+    images: int | None,
+    class_names: Sequence[str] | None,
+    path: Path,
+) -> None:
+    """Raise a ValueError if a saved state belongs to another recipe, to another number of images, or other classes."""
+    old, new = saved.get("recipe", {}), recipe.to_dict()
+    for name in new:
+        if name not in FREE and name in old and old[name] != new[name]:
+            raise ValueError(
+                f"{path} belongs to a run with {name}={old[name]}, not {new[name]}: a changed recipe is a new run, in "
+                "another --output (and with --initial-checkpoint, if it is to start from these weights)"
+            )
+    if saved.get("updates", updates) != updates:
+        raise ValueError(
+            f"{path} belongs to a run with {saved['updates']} updates an epoch, not {updates}: is this other data?"
+        )
+    if images is not None and saved.get("images") not in (None, images):
+        raise ValueError(f"{path} belongs to a run with {saved['images']} images, not {images}: is this other data?")
+    before = saved.get("class_names")
+    if before is not None and class_names is not None and before != list(class_names):
+        lost = next((name for name in before if name not in class_names), None)
+        what = "the same classes in another order" if lost is None else f"a class {lost!r}, which is not here"
+        raise ValueError(f"{path} belongs to a run with {what}: is this other data?")

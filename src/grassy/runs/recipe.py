@@ -1,0 +1,340 @@
+"""A recipe says all that a training run needs but the place of its data: a YAML file and what is changed in it.
+
+A file names its `base` and says only what differs from it. Names are timm's where timm has one.
+"""
+
+import dataclasses
+import math
+import os
+import re
+import types
+import typing
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grassy.heads import check_head_options, create_head
+from grassy.runs.recipe_values import check_values
+from grassy.spelling import nearest
+
+#: The share of a run that was shortened that its warm-up takes at most.
+LONGEST_WARMUP = 0.25
+#: The recipe of a run, in its folder.
+ARGS = "args.yaml"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All settings of a run, with their defaults: ImageNet's, without augmentation beyond crops and flips."""
+
+    description: str = ""
+    #: Key of the row of figures in the paper that this recipe is to reproduce (see `grassy.paper`).
+    paper: str = ""
+
+    # --- the model
+    model: str = "resnet50d"  # any name timm knows
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+    head: dict[str, Any] = field(default_factory=lambda: {"name": "linear"})  # its name and its options
+    num_classes: int | None = None  # None: as many as the data has
+    drop_path: float = 0.0
+    drop_before_head: bool = True  # False removes the model's own dropout in front of the classifier
+    initial_checkpoint: str = ""  # weights to start from; a classifier of another kind or size is left out
+    finetune: bool = False  # such weights must be given
+    freeze: bool = False  # train the head alone, on such weights
+
+    # --- the data
+    dataset: str = ""  # a timm reader ("torch/cifar100", "hfds/...", "wds/..."), "digits", or "" for files
+    train_split: str = "train"
+    val_split: str = "validation"
+    img_size: int = 224
+    test_size: int | None = None  # None: as in training
+    crop_pct: float = 0.875  # of the test image: test_size / crop_pct is what the short side is resized to
+    interpolation: str = "bilinear"
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+
+    # --- augmentation
+    crop: str = "resized"  # random resized crop; "padded": zeros around and a random crop; "none"
+    scale: tuple[float, ...] = (0.08, 1.0)
+    ratio: tuple[float, ...] = (0.75, 4 / 3)
+    padding: int = 4
+    hflip: float = 0.5
+    color_jitter: float = 0.0
+    aa: str = ""  # timm's name of a policy, such as "rand-m9-mstd0.5-inc1" or "3a"
+    reprob: float = 0.0
+    remode: str = "pixel"
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mixup_prob: float = 1.0
+    mixup_switch_prob: float = 0.5
+    aug_repeats: int = 1  # views of each image in an epoch, which then has as many images fewer
+
+    # --- the loss
+    loss: str = "cross-entropy"  # bce: the mean over classes, as timm has it; bce-sum: their sum
+    smoothing: float = 0.0
+
+    # --- the optimizer and its schedule
+    opt: str = "sgd"
+    opt_kwargs: dict[str, Any] = field(default_factory=dict)
+    lr: float = 0.1
+    weight_decay: float = 1e-4
+    decay_all: bool = False  # biases and norms too
+    layer_decay: float | None = None
+    head_lr: float | None = None  # of the subspaces; None: lr beside SGD, else 0.1; 0.02 if spectral
+    head_momentum: float = 0.9
+    retraction: str = "geodesic"
+    transport: str = "projection"
+    max_angle: float | None = None
+    direction: str = "gradient"  # "spectral": head_lr is the angle, in radians, that subspaces turn by
+    clip_grad: float | None = None
+    epochs: int = 100
+    batch_size: int = 256  # of all processes and accumulation steps together
+    grad_accum_steps: int = 1
+    sched: str = "cosine"
+    decay_milestones: tuple[int, ...] = ()
+    decay_rate: float = 0.1
+    warmup_epochs: float = 0.0
+    warmup_lr: float = 0.0
+    min_lr: float = 0.0
+    model_ema: bool = False
+    model_ema_decay: float = 0.9999
+
+    # --- how to run it
+    seed: int = 0
+    amp: str = "auto"  # bfloat16 on a GPU, off on a CPU
+    channels_last: bool = True
+    torchcompile: str = "auto"  # on for GPUs
+    sync_bn: bool = False
+    loader: str = "auto"  # resident: all images in the memory of the device, if they are small and few
+    workers: int = 4
+    val_batch_size: int | None = None
+    val_interval: int = 1  # epochs between validations; the last epoch is always validated
+    checkpoint_interval: float = 300.0  # seconds between checkpoints; 0: at the end of every epoch
+    nonfinite: str = "stop"  # or "skip" the update and go on
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            object.__setattr__(self, f.name, _typed(f.name, getattr(self, f.name), HINTS[f.name]))
+        check_values(self)
+        object.__setattr__(self, "head", {"name": "linear", **self.head})
+        _check_head(**self.head)
+
+    @property
+    def mixes(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
+
+    def changed(self, changes: Mapping[str, Any]) -> "Recipe":
+        """The recipe with some fields changed; mappings are merged, and "head.k" is the k of the head."""
+        before = dataclasses.asdict(self)
+        return Recipe(**_schedule_follows(before, _merged(before, changes), changes))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, numbers and strings, as YAML and JSON have them."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+
+
+HINTS: dict[str, Any] = typing.get_type_hints(Recipe)
+#: As others call them.
+ALIASES = {"learning_rate": "lr", "optimizer": "opt", "scheduler": "sched", "wd": "weight_decay", "bs": "batch_size"}
+
+
+def load_recipe(name: str | Path, overrides: Iterable[str] = (), fields: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe of that name, or of a user's file, with `key=value` overrides, and further fields as they are.
+
+    name: of a recipe of the package, or the path of a YAML file (whose base may be either, too) or of a run's folder.
+    """
+    before = read_settings(name)
+    changes: dict[str, Any] = {}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ValueError(f"a setting is given as key=value, got {override!r}")
+        _add(changes, key.strip(), _parsed(value, override))
+    settings = _merged(_merged(before, changes), fields or {})
+    return Recipe(**_schedule_follows(before, settings, {*changes, *(fields or {})}))
+
+
+def _add(changes: dict[str, Any], key: str, value: Any) -> None:
+    """Another change: the last one counts, and of another head, model or optimizer none of the options before it."""
+    options = {"model": "model_kwargs", "opt": "opt_kwargs", "head.name": "head"}.get(key)
+    again = options is not None and key in changes and changes[key] != value
+    parts = [f"{key}.{part}" for part in value] if isinstance(value, dict) else []
+    for name in list(changes):
+        if name in parts or (again and (name == options or name.startswith(f"{options}."))):
+            del changes[name]
+    changes[key] = value
+
+
+def read_settings(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What a recipe file and its bases say, field by field."""
+    text, place = _read(name, seen)
+    if place in seen:
+        raise ValueError(f"a recipe is among its own bases: {' -> '.join((*seen, place))}")
+    own = _parsed(text, place) or {}
+    if not isinstance(own, dict):
+        raise ValueError(f"{place} must hold keys and values, not a {type(own).__name__}")
+    base = own.pop("base", None)
+    settings = read_settings(_beside(base, place), (*seen, place)) if base else {}
+    if base:
+        settings.pop("description", None)  # a description and the paper's row are a file's own
+        settings.pop("paper", None)
+    try:
+        return _schedule_follows(settings, _merged(settings, own), own)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{place}: {error}") from None
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes in the package; those that are only a base to others begin with an underscore."""
+    names = [file.name.removesuffix(".yaml") for file in _folder().iterdir() if file.name.endswith(".yaml")]
+    return sorted((name for name in names if not name.startswith("_")), key=_natural)
+
+
+def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with changes: of mappings key by key, but another head, model or optimizer starts with its defaults, to
+    which the options among the changes are added, whatever their order.
+    """
+    merged = dict(settings)
+    for whole, options in (("model", "model_kwargs"), ("opt", "opt_kwargs")):
+        if whole in changes and changes[whole] != settings.get(whole, getattr(Recipe, whole)):
+            merged[options] = {}
+    first = ("head.name", "head")  # options are those of the head that is named
+    for key, value in sorted(changes.items(), key=lambda change: first.index(change[0]) if change[0] in first else 2):
+        name, dot, part = str(key).partition(".")
+        if name not in HINTS:
+            meant = f", did you mean {ALIASES[name]!r}?" if name in ALIASES else nearest(name, [*HINTS, "base"])
+            raise ValueError(f"a recipe has no field {name!r}{meant}")
+        if dot:
+            if HINTS[name] != dict[str, Any]:
+                raise ValueError(f"{name} has no parts, got {key!r}")
+            value = {part: value}
+        if isinstance(value, dict) and isinstance(merged.get(name), dict) and "name" not in value:
+            value = {**merged[name], **value}
+        elif isinstance(value, dict) and isinstance(merged.get(name), dict) and dot:
+            value = {**(merged[name] if merged[name].get("name") == value["name"] else {}), **value}
+        merged[name] = value
+    return merged
+
+
+def _schedule_follows(before: Mapping[str, Any], after: dict[str, Any], given: Container[str]) -> dict[str, Any]:
+    """A run of a tenth of the epochs also decays ten times as early, and another schedule has no milestones. Nor does a
+    warm-up take most of a shortened run.
+    """
+    after = _warmup_follows(before, after, given)
+    milestones = after.get("decay_milestones")
+    if not milestones or "decay_milestones" in given:
+        return after
+    if after.get("sched") != "step":
+        return {**after, "decay_milestones": ()} if "sched" in given else after
+    old, new = (settings.get("epochs", Recipe.epochs) for settings in (before, after))
+    if old == new or not all(isinstance(value, int) and value > 0 for value in (old, new)):
+        return after  # the same, or wrong: the check says so
+    return {**after, "decay_milestones": tuple(max(1, round(each * new / old)) for each in milestones)}
+
+
+def _warmup_follows(before: Mapping[str, Any], after: dict[str, Any], given: Container[str]) -> dict[str, Any]:
+    old, new = (settings.get("epochs", Recipe.epochs) for settings in (before, after))
+    warmup = after.get("warmup_epochs", 0)
+    numbers = all(isinstance(value, int | float) and value > 0 for value in (old, new, warmup))
+    if not numbers or "warmup_epochs" in given or "epochs" not in given or new >= old:
+        return after
+    return {**after, "warmup_epochs": min(warmup, LONGEST_WARMUP * new)}
+
+
+def _check_head(name: Any, **options: Any) -> None:
+    """Raise a ValueError or TypeError for a head or an option that does not exist, or a value that it cannot have."""
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a head must be a string, got {name!r}")
+    check_head_options(name, options)
+    dims = options.get("k", 1)
+    dims = dims if isinstance(dims, list) else [dims]
+    width = max((dim for dim in dims if isinstance(dim, int)), default=1)
+    try:  # the head itself knows; the smallest one will do, and must not draw from the random numbers of a run
+        with torch.random.fork_rng(devices=[]):
+            create_head(name, max(64, width) + 1, len(dims), **options)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"head {name!r} with {options}: {error}") from None
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """The value as the type of the field, or a TypeError that names the field."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    kind = next(option for option in options if option is not type(None))
+    origin = typing.get_origin(kind) or kind
+    if value is None and origin is str:
+        return ""  # what YAML makes of nothing, as in `dataset=`
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_typed(name, item, typing.get_args(kind)[0]) for item in value)
+    if origin is float and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if math.isfinite(number):
+            return number
+    elif origin is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    elif origin in (bool, str, dict) and isinstance(value, origin):
+        return dict(value) if origin is dict else value
+    elif name in ("torchcompile", "amp") and isinstance(value, bool):  # YAML takes on and off for booleans
+        return ("on" if value else "off") if name == "torchcompile" else ("auto" if value else "off")
+    words = {tuple: "a list of numbers", float: "a number", int: "an integer", bool: "true or false"}
+    allowed = words.get(origin, {str: "a string", dict: "a mapping"}.get(origin, str(origin)))
+    hint = f": say head.name={value}" if name == "head" and isinstance(value, str) else ""
+    raise TypeError(f"{name} must be {allowed}, got {value!r}{hint}")
+
+
+def _read(name: str | Path, seen: tuple[str, ...]) -> tuple[str, str]:
+    """The text of a recipe and its name or path."""
+    path, file = Path(name), _folder() / f"{name}.yaml"
+    packaged = "/" not in str(name) and file.is_file()
+    if path.is_dir() and not packaged:
+        path = path / ARGS
+        if not path.is_file():
+            raise ValueError(f"{name} is a folder without {ARGS}, so not that of a run: give the name of a recipe")
+    if path.suffix in (".yaml", ".yml"):
+        return path.read_text(), os.path.normpath(path)  # so that a circle of bases comes back to the same path
+    if not packaged:
+        of = f" (the base of {seen[-1]})" if seen else ""
+        hint = nearest(str(name), recipe_names())
+        raise ValueError(
+            f"there is no recipe {str(name)!r}{of}{hint}; `grassy recipes` lists them, or give a .yaml file"
+        )
+    return file.read_text(), str(name)
+
+
+def _beside(base: Any, place: str) -> str | Path:
+    """A base that is a file is looked for beside the file that names it."""
+    if not isinstance(base, str):
+        raise TypeError(f"{place}: base must be the name or the file of a recipe, got {base!r}")
+    return Path(place).parent / base if base.endswith((".yaml", ".yml")) else base
+
+
+def _folder() -> Any:
+    return resources.files("grassy") / "recipes"
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _parsed(text: str, place: str) -> Any:
+    """What a text of YAML says; 1e-3, without a point, is a number as in YAML 1.2, and not PyYAML's string."""
+    import yaml  # an extra
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    )
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{place} is not YAML: {error}") from None

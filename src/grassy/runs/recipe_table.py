@@ -1,0 +1,167 @@
+"""What `grassy recipes` prints: all recipes beside what the paper reports for them, or one recipe in full."""
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from grassy import paper
+from grassy.runs.recipe import Recipe, load_recipe, recipe_names
+from grassy.spelling import nearest
+
+#: Titles of the columns, and whether they hold numbers.
+COLUMNS = {
+    "recipe": False,
+    "model": False,
+    "head": False,
+    "epochs": True,
+    "batch": True,
+    "top-1": True,
+    "top-5": True,
+    "SVM": True,
+    "description": False,
+}
+#: Columns that a narrow terminal goes without, the first of them first; before them those that say nothing.
+DISPENSABLE = ("model", "batch", "epochs", "head", "top-5")
+#: A description is cut to fit, but no further than this.
+SHORTEST = 20
+
+
+class RecipeRow(NamedTuple):
+    """One line of the list. The last three numbers are the paper's, or None; `svm` is the mean of six data sets."""
+
+    name: str
+    model: str
+    head: str
+    epochs: int
+    batch_size: int
+    top1: float | None
+    top5: float | None
+    svm: float | None
+    description: str
+
+    def cells(self) -> tuple[str, ...]:
+        # One decimal is what the paper gives for the transfer of transformers.
+        figures = ((self.top1, 2), (self.top5, 2), (self.svm, 1))
+        numbers = ("-" if figure is None else f"{figure:.{decimals}f}" for figure, decimals in figures)
+        return (self.name, self.model, self.head, str(self.epochs), str(self.batch_size), *numbers, self.description)
+
+
+def list_recipes(pattern: str = "") -> list[RecipeRow]:
+    """The recipes whose names hold the pattern, or match it as a whole if it has the wildcards * ? [ of a shell."""
+    names, wanted = recipe_names(), pattern.lower()
+    if any(wildcard in wanted for wildcard in "*?["):
+        chosen = fnmatch.filter(names, wanted)
+    else:
+        chosen = [name for name in names if wanted in name]
+    if not chosen:
+        raise ValueError(f"no recipe matches {pattern!r}{nearest(wanted, names)}")
+    return [_row(name, load_recipe(name)) for name in chosen]
+
+
+def table(pattern: str = "", console: Any = None) -> str:
+    """The list as text to print: a table as wide as the terminal, or aligned lines where there is none.
+
+    console: a rich Console to fit, in place of one on stdout.
+    """
+    rows = list_recipes(pattern)
+    if console is None:
+        from rich.console import Console
+
+        console = Console()
+    return fitted(rows, console) if console.is_terminal else "\n".join(aligned(rows))
+
+
+def show(name: str | Path, overrides: Iterable[str] = ()) -> str:
+    """Every setting of one recipe, those of its bases and the defaults included, as a file that loads as the same."""
+    import yaml
+
+    if not str(name):
+        raise ValueError("which recipe is to be shown? give its name, as `grassy recipes` lists it")
+    # None for the flow style: lists and mappings without others inside them take one line.
+    text = yaml.safe_dump(
+        load_recipe(name, overrides).to_dict(), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
+    )
+    return "\n".join([*_of_paper(load_recipe(name, overrides).paper), text.rstrip("\n")])
+
+
+def _of_paper(row: str) -> list[str]:
+    """All that the paper says of a row, as comments."""
+    if row not in paper.rows():
+        return []
+    figures = paper.figures(row)
+    figures.pop("from")
+    corrections = figures.pop("corrections", {})
+    words = []
+    for key, value in figures.items():
+        several = isinstance(value, dict)
+        text = ", ".join(f"{name} {each}" for name, each in value.items()) if several else str(value)
+        if key in corrections:
+            text += f" ({corrections[key]['value']} {corrections[key]['source']})"
+        words.append(f"# the paper: {key.replace('_', ' ')} {text}")
+    return words
+
+
+def aligned(rows: Sequence[RecipeRow]) -> list[str]:
+    """Lines of text, titles first, with two spaces or more between columns."""
+    lines = [tuple(COLUMNS), *(row.cells() for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    justify = [str.rjust if is_number else str.ljust for is_number in COLUMNS.values()]
+    return [
+        "  ".join(just(cell, width) for just, cell, width in zip(justify, line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+
+
+def fitted(rows: Sequence[RecipeRow], console: Any) -> str:
+    """A table with as many columns as fit into the console; of these only the description may be cut."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = dict(zip(COLUMNS, zip(*(row.cells() for row in rows), strict=True), strict=True))
+    columns, room = _columns_that_fit(columns, console.width)
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in columns:
+        justify: Any = "right" if COLUMNS[title] else "left"
+        drawn.add_column(title, justify=justify, no_wrap=True, max_width=room if title == "description" else None)
+    for cells in zip(*columns.values(), strict=True):
+        drawn.add_row(*map(Text, cells))
+    with console.capture() as capture:
+        console.print(drawn)
+    return str(capture.get()).rstrip("\n")
+
+
+def _columns_that_fit(columns: dict[str, Any], width: int) -> tuple[dict[str, Any], int]:
+    """Those for which there is room, and how much of it there is for the description."""
+    saying_nothing = [title for title, cells in columns.items() if set(cells) == {"-"}]
+    for hidden in ("", "description"):  # it goes only where no other column that could go would make room for it
+        kept = {title: cells for title, cells in columns.items() if title != hidden}
+        for dispensable in (*saying_nothing, *DISPENSABLE, ""):
+            others = sum(max(map(len, (title, *kept[title]))) for title in kept if title != "description")
+            room = width - others - 3 * len(kept) + 1  # what lies around and between the columns
+            if room >= (SHORTEST if "description" in kept else 0):
+                return kept, room
+            kept.pop(dispensable, None)
+    return kept, 0
+
+
+def _row(name: str, recipe: Recipe) -> RecipeRow:
+    figures = paper.figures(recipe.paper) if recipe.paper else {}
+    return RecipeRow(
+        name=name,
+        model=recipe.model,
+        head=_head(recipe),
+        epochs=recipe.epochs,
+        batch_size=recipe.batch_size,
+        top1=figures.get("top1"),
+        top5=figures.get("top5"),
+        svm=figures.get("svm", {}).get("average"),
+        description=recipe.description,
+    )
+
+
+def _head(recipe: Recipe) -> str:
+    """The head's name, with the dimension of its subspaces if it has them."""
+    k = recipe.head.get("k")
+    return recipe.head["name"] + ("" if k is None else f" k={k}")

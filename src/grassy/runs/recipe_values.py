@@ -1,0 +1,101 @@
+"""Values that the settings of a recipe may have."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from grassy.spelling import nearest
+
+if TYPE_CHECKING:
+    from grassy.runs.recipe import Recipe
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "crop": ("resized", "padded", "none"),
+    "loss": ("cross-entropy", "bce", "bce-sum"),
+    "sched": ("cosine", "step", "constant"),
+    "amp": ("auto", "off", "bfloat16", "float16"),
+    "loader": ("auto", "workers", "resident"),
+    "torchcompile": ("auto", "on", "off"),
+    "nonfinite": ("stop", "skip"),
+    "retraction": ("geodesic", "qf"),
+    "transport": ("projection", "parallel"),
+    "direction": ("gradient", "spectral"),
+    "remode": ("const", "rand", "pixel"),
+    "interpolation": ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"),
+}
+
+#: What the name of a timm reader begins with. timm itself takes any other name for a folder of images, in which it
+#: would find no splits.
+READERS = ("torch/", "hfds/", "hfids/", "tfds/", "wds/")
+
+POSITIVE: tuple[str, ...] = ("epochs", "batch_size", "grad_accum_steps", "img_size", "aug_repeats", "val_interval")
+POSITIVE += ("val_batch_size", "test_size", "num_classes")
+NONNEGATIVE: tuple[str, ...] = (
+    "lr",
+    "weight_decay",
+    "head_lr",
+    "warmup_epochs",
+    "warmup_lr",
+    "min_lr",
+    "workers",
+    "padding",
+)
+NONNEGATIVE += ("mixup", "cutmix", "color_jitter", "seed", "checkpoint_interval")
+PROBABILITIES = ("hflip", "reprob", "smoothing", "drop_path", "mixup_prob", "mixup_switch_prob")
+FACTORS = ("crop_pct", "layer_decay", "decay_rate")
+
+
+def check_values(recipe: "Recipe") -> None:
+    """Raise a ValueError that names the first setting with a value that it cannot have."""
+    given = {name: value for name, value in vars(recipe).items() if value is not None}
+
+    def require(names: Iterable[str], holds: Callable[[Any], bool], what: str) -> None:
+        for name in names:
+            if name in given and not holds(given[name]):
+                value = list(given[name]) if isinstance(given[name], tuple) else given[name]
+                raise ValueError(f"{name} must {what}, got {value}")
+
+    for name, allowed in CHOICES.items():
+        value = given[name]
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}{nearest(value, allowed)}")
+    check_dataset(recipe.dataset)
+    require(POSITIVE, lambda value: value >= 1, "be at least 1")
+    require(NONNEGATIVE, lambda value: value >= 0, "not be negative")
+    require(["seed"], lambda value: value < 2**63, "be less than 2**63")
+    require(PROBABILITIES, lambda value: 0 <= value <= 1, "lie between 0 and 1")
+    require(FACTORS, lambda value: 0 < value <= 1, "lie in (0, 1]")
+    require(["model_ema_decay"], lambda value: 0 <= value < 1, "lie in [0, 1)")
+    require(["clip_grad"], lambda value: value > 0, "be positive")
+    require(["mean", "std"], lambda value: len(value) == 3, "be three numbers, of red, green and blue")
+    require(["std"], lambda value: min(value) > 0, "be positive")
+    require(
+        ["scale", "ratio"],
+        lambda value: len(value) == 2 and 0 < value[0] <= value[1],
+        "be two positive numbers, the smaller first",
+    )
+    for name in ("device", "dtype"):
+        if name in recipe.head:
+            raise ValueError(f"head.{name} is not to be set: the head is where the model is, and as precise")
+    if recipe.batch_size % recipe.grad_accum_steps:
+        raise ValueError(f"batch_size {recipe.batch_size} is not divisible by {recipe.grad_accum_steps} accumulations")
+    if recipe.warmup_epochs >= recipe.epochs and recipe.warmup_epochs:
+        raise ValueError(
+            f"warmup_epochs {recipe.warmup_epochs:g} must be fewer than epochs {recipe.epochs}; warmup_epochs=0 does "
+            "without"
+        )
+    if recipe.sched != "step" and recipe.decay_milestones:
+        raise ValueError(f"decay_milestones are for sched step, not {recipe.sched}")
+    if recipe.smoothing and recipe.loss.startswith("bce") and not recipe.mixes:
+        raise ValueError("smoothing goes with bce only where mixup or cutmix make soft targets")
+
+
+def check_dataset(name: str) -> None:
+    """Raise a ValueError for what is neither a reader of timm nor "digits" nor "", for files."""
+    if name in ("", "digits") or any(name.startswith(reader) and name != reader for reader in READERS):
+        return
+    hint = nearest(name, ["digits"]) or nearest(name.partition("/")[0] + "/", READERS)
+    readers = ", ".join(f"{reader}NAME" for reader in READERS)
+    raise ValueError(
+        f"dataset must be a reader of timm ({readers}), digits, or empty for folders, tars and .npz files in "
+        f"--data-dir, got {name!r}{hint}"
+    )

@@ -1,0 +1,127 @@
+"""Files of weights with a description from which the model is rebuilt. Loading never runs code out of a file."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from grassy.heads import GrassmannHead
+from grassy.runs.atomic import write_atomically
+from grassy.runs.state import STATE, read_torch
+
+BEST, LAST = "model_best.safetensors", "last.safetensors"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a file of weights says about its model: enough to build it, and to prepare images for it."""
+
+    model: str
+    num_classes: int
+    head: dict[str, Any]
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+    class_names: list[str] | None = None
+    img_size: int = 224
+    crop_pct: float = 0.875
+    interpolation: str = "bilinear"
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    epoch: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    version: str = ""
+
+
+def save_weights(weights: nn.Module | Mapping[str, Tensor], description: Description, path: Path) -> None:
+    """Write the weights of a model, or its state_dict, with its description, whole or not at all."""
+    state = weights.state_dict() if isinstance(weights, nn.Module) else weights
+    modules = weights.modules() if isinstance(weights, nn.Module) else ()
+    heads = [module for module in modules if isinstance(module, GrassmannHead)]
+    if heads and description.head.get("gamma") == "auto":  # as a number it is the same in every version
+        description = dataclasses.replace(description, head={**description.head, "gamma": heads[0].initial_gamma})
+    # Clones: safetensors refuses tensors that share memory, as tied weights do.
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
+    text = json.dumps(dataclasses.asdict(description), default=_plain)
+    data = save(tensors, metadata={"format": "pt", "grassy": text})
+    write_atomically(path, lambda file: file.write(data))
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of NumPy, arrays, tensors and ranges as Python's own: options of a head may be all of them."""
+    if isinstance(value, range):
+        return list(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a description cannot hold {value!r}, a {type(value).__name__}")
+
+
+def read_description(path: Path) -> Description:
+    """The description in a file of weights; a ValueError if it has none."""
+    with _opened(path) as file:
+        text = (file.metadata() or {}).get("grassy")
+    if text is None:
+        raise ValueError(f"{path} says nothing about its model: it was not written by grassy train")
+    try:
+        values = json.loads(text)
+        known = {f.name for f in dataclasses.fields(Description)}
+        description = Description(**{key: value for key, value in values.items() if key in known})
+        return _checked(description)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} has a description that cannot be read: {error}") from None
+
+
+def _checked(description: Description) -> Description:
+    """The description with the types that its fields must have: a file may say anything."""
+    for name, kind in (("model", str), ("num_classes", int), ("head", dict), ("model_kwargs", dict), ("img_size", int)):
+        if not isinstance(getattr(description, name), kind):
+            raise TypeError(f"{name} must be of type {kind.__name__}, got {getattr(description, name)!r}")
+    if not isinstance(description.head.get("name"), str):
+        raise TypeError(f"the head must have a name, got {description.head!r}")
+    mean, std = (tuple(float(number) for number in numbers) for numbers in (description.mean, description.std))
+    return dataclasses.replace(description, mean=mean, std=std)
+
+
+def weights_file(path: Path) -> Path:
+    """The file itself, or the best (else the last) weights in the folder of a run."""
+    if path.is_dir():
+        for name in (BEST, LAST):
+            if (path / name).is_file():
+                return path / name
+        raise ValueError(f"{path} holds no {BEST} or {LAST}: is it the output folder of grassy train?")
+    if not path.is_file():
+        raise ValueError(f"there is no checkpoint {path}")
+    if path.name == STATE:
+        raise ValueError(f"{path} is for resuming: give the folder it is in, or {BEST} there")
+    return path
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Tensors by name, from safetensors or from a file of torch.save that holds nothing but tensors."""
+    path = weights_file(path)
+    if path.suffix == ".safetensors":
+        with _opened(path):
+            return load_file(path)
+    weights = read_torch(path)
+    for key in ("state_dict", "model", "state_dict_ema"):
+        if isinstance(weights.get(key), Mapping):
+            weights = weights[key]
+            break
+    return {name.removeprefix("module."): value for name, value in weights.items() if isinstance(value, Tensor)}
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        if path.suffix != ".safetensors":
+            raise ValueError(f"{path} is not a .safetensors file, which alone holds what a model is made of") from None
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None

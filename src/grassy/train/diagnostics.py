@@ -1,0 +1,133 @@
+"""What is worth watching while subspaces are trained: how orthonormal they are, how far they turn, what they cost."""
+
+import copy
+import math
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from grassy import geometry
+from grassy.heads import heads_of
+from grassy.kernels.spectral import SOFTENING
+from grassy.loss import classification_loss
+from grassy.optim import make_optimizer
+from grassy.optim.joint import JointOptimizer
+from grassy.precision import exact_products
+from grassy.subspaces import named_subspaces
+
+
+@torch.no_grad()
+def after_an_update(model: nn.Module, optimizer: JointOptimizer) -> dict[str, float]:
+    """Scalars about the weights and the last update; `turn` is the largest angle, in degrees, of a class."""
+    subspaces = {name: weight for name, weight in named_subspaces(model) if weight.requires_grad}
+    scalars = {}
+    if subspaces:
+        errors = [float(geometry.orthonormality_error(weight)) for weight in subspaces.values()]
+        scalars["subspaces/orthonormality_error"] = max(errors)
+        scalars["subspaces/turn"] = largest_turn(optimizer)
+        scalars["subspaces/skipped_classes"] = float(optimizer.skipped_classes)
+        scalars["subspaces/capped_classes"] = float(optimizer.capped_classes)
+        gradients = [geometry.project(w, w.grad) for w in subspaces.values() if w.grad is not None]
+        scalars["gradient/subspaces"] = _norm(gradients)
+    others = [p.grad for name, p in model.named_parameters() if name not in subspaces and p.grad is not None]
+    scalars["gradient/others"] = _norm(others)
+    return scalars
+
+
+def trouble_of_an_epoch(before: tuple[int, int], after: tuple[int, int], max_angle: float | None) -> list[str]:
+    """What to say if classes were asked to turn too far, or had gradients that are not finite; from counts of both."""
+    capped, skipped = (new - old for new, old in zip(after, before, strict=True))
+    lines = []
+    if capped > 0 and max_angle is None:
+        lines.append(f"{capped:,} turns of classes were cut to 64 radians: head_lr is far too large")
+    if skipped > 0:
+        lines.append(f"{skipped:,} times a class was left alone: its gradient was not finite")
+    return lines
+
+
+@torch.no_grad()
+def largest_turn(optimizer: JointOptimizer) -> float:
+    """The largest angle, in degrees, by which the last step turned a direction of a class: lr · σ_max(H).
+
+    It is never more than `max_angle`. With the spectral direction it is just below lr, if any class moves.
+    """
+    turns = [0.0]
+    for group in optimizer.riemannian.param_groups if optimizer.riemannian else ():
+        for p in group["params"]:
+            tangent = optimizer.state.get(p, {}).get("momentum_buffer")
+            if tangent is None and p.grad is not None:
+                tangent = geometry.project(p, p.grad)
+            if tangent is not None:
+                tangent = tangent.to(p.dtype)
+                with exact_products(tangent):
+                    energies = tangent @ tangent.mT
+                finite = energies.isfinite().all(-1).all(-1)[..., None, None]  # other classes do not move
+                speed = torch.linalg.eigvalsh(energies.where(finite, 0))[..., -1].amax().clamp_min(0).sqrt()
+                if group["direction"] == "spectral":
+                    speed = (speed > 0) / (1 + SOFTENING) ** 0.5
+                turns.append(min(float(group["lr"] * speed), group["max_angle"] or math.inf))
+    return float(torch.tensor(max(turns)).rad2deg())
+
+
+def head_seconds(
+    model: nn.Module, batch: int, amp_dtype: torch.dtype | None, direction: str = "gradient", rounds: int = 10
+) -> float:
+    """How long the forward and backward pass of the model's heads and their step take for a batch of random features.
+
+    Measured on copies. On a GPU the work is replayed as a graph, so that the time is the device's, not the host's.
+    """
+    total = 0.0
+    for original in heads_of(model):
+        head = copy.deepcopy(original).train()
+        device = next(head.parameters()).device
+        optimizer = make_optimizer(head, "sgd", lr=1e-4, direction=direction, momentum=0.9, fused=device.type == "cuda")
+        features = torch.randn(batch, head.in_features, device=device, requires_grad=True)
+        target = torch.randint(head.num_classes, (batch,), device=device)
+
+        def work(
+            head: nn.Module = head, x: Tensor = features, y: Tensor = target, o: JointOptimizer = optimizer
+        ) -> None:
+            o.zero_grad(set_to_none=True)
+            with torch.autocast(x.device.type, amp_dtype, enabled=amp_dtype is not None):
+                loss = classification_loss(head, x, y)
+            loss.backward()
+            o.step()
+
+        total += _seconds_on_gpu(work, rounds) if device.type == "cuda" else _seconds_on_cpu(work, rounds)
+    return total
+
+
+def _seconds_on_cpu(work: Callable[[], None], rounds: int) -> float:
+    work()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[rounds // 2]
+
+
+def _seconds_on_gpu(work: Callable[[], None], rounds: int) -> float:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(rounds):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / rounds
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return float(torch.nn.utils.get_total_norm(tensors)) if tensors else 0.0

@@ -1,0 +1,129 @@
+"""The model that a recipe trains, and the weights that it starts from."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from grassy.heads import GrassmannHead, Head, heads_of
+from grassy.heads.gamma import automatic_gamma
+from grassy.models import create_model
+from grassy.runs.recipe import Recipe
+from grassy.runs.weights import read_weights
+
+#: A gamma of so many times what the rule of thumb says is worth a word.
+MUCH = 1.25
+#: And such a factor of features of any length, too.
+LONG = 5.0
+
+
+def build_model(recipe: Recipe, num_classes: int, say: Callable[[str], None] = lambda _: None) -> nn.Module:
+    """The model of a recipe with fresh weights, or those of its `initial_checkpoint`.
+
+    say: is called with what is worth knowing.
+    """
+    model = create_model(recipe.model, num_classes, recipe.head, _model_options(recipe))
+    _check_image_size(model, recipe)
+    if not recipe.drop_before_head:
+        _remove_dropout_before_head(model, recipe.model)
+    if recipe.initial_checkpoint:
+        whole = start_from(model, Path(recipe.initial_checkpoint))
+        taken = "all of it" if whole else "its classifier does not fit, ours is new"
+        say(f"begins with {recipe.initial_checkpoint}: {taken}")
+    if recipe.freeze:
+        freeze_all_but_head(model)
+    for head in heads_of(model):
+        _check_gamma(head, say)
+    return model
+
+
+def _check_gamma(head: Head, say: Callable[[str], None]) -> None:
+    """The paper's gamma is for 1,000 classes; with few of them it makes a network confident too early."""
+    if not isinstance(head, GrassmannHead):
+        return
+    options = {"normalize": head.normalize, "standardize": head.batch_norm is not None}
+    rule = automatic_gamma(head.num_classes, head.dims.tolist(), head.in_features, **options)
+    if rule is None and head.initial_gamma > LONG:
+        say(f"gamma {head.initial_gamma:g} multiplies features that keep their length, since normalize is false; try 1")
+    if rule is not None and head.initial_gamma > MUCH * rule:
+        say(f"gamma {head.initial_gamma:g} is much for {head.num_classes} classes: head.gamma=auto would take {rule:g}")
+
+
+def _check_image_size(model: nn.Module, recipe: Recipe) -> None:
+    """Transformers are built for one size of images, which timm has to be told."""
+    patches = getattr(model, "patch_embed", None)
+    expected = getattr(patches, "img_size", None) if getattr(patches, "strict_img_size", False) else None
+    if expected is None:
+        return
+    if tuple(expected) != (recipe.img_size, recipe.img_size):
+        raise ValueError(
+            f"{recipe.model} takes images of {expected[0]} pixels, but img_size is {recipe.img_size}: change one, or "
+            f"say model_kwargs.img_size={recipe.img_size} too"
+        )
+    if recipe.test_size not in (None, recipe.img_size):
+        raise ValueError(
+            f"{recipe.model} takes images of {expected[0]} pixels, but test_size is {recipe.test_size}: it cannot be "
+            "tested at another size than it is trained at"
+        )
+
+
+def freeze_all_but_head(model: nn.Module) -> None:
+    """Train nothing but the head. Its features must not move either: see `training_mode`."""
+    trained = {id(p) for head in heads_of(model) for p in head.parameters()}
+    for p in model.parameters():
+        p.requires_grad_(id(p) in trained)
+
+
+def training_mode(model: nn.Module, frozen: bool) -> None:
+    """`model.train()`; of a frozen model only the head: its features must not depend on batch statistics or dropout."""
+    model.train(not frozen)
+    if frozen:
+        for head in heads_of(model):
+            head.train()
+
+
+def start_from(model: nn.Module, path: Path) -> bool:
+    """Load weights into all of the model but a classifier of another kind or size, which keeps its fresh ones.
+
+    Returns whether the classifier was loaded, too.
+    """
+    weights = read_weights(path)
+    own = model.state_dict()
+    prefixes = {name for name, module in model.named_modules() if isinstance(module, Head)}
+    in_head = {key for key in own if any(key.startswith(f"{prefix}.") for prefix in prefixes)}
+    fits = {key: value for key, value in weights.items() if key in own and own[key].shape == value.shape}
+    missing = [key for key in own if key not in fits and key not in in_head]
+    if missing:
+        raise ValueError(
+            f"{path} does not fit the model: {len(missing)} of {len(own)} tensors are missing or of another shape, "
+            f"{missing[0]!r} first"
+        )
+    # Of a head all or nothing: a bias alone would be worse than a fresh start, and so would subspaces without the
+    # statistics that their features were standardised by.
+    unknown = {key for key in weights.keys() - own.keys() if any(key.startswith(f"{prefix}.") for prefix in prefixes)}
+    if other := bool(unknown or in_head - fits.keys()):
+        fits = {key: value for key, value in fits.items() if key not in in_head}
+    model.load_state_dict(fits, strict=False)
+    return not other
+
+
+def _model_options(recipe: Recipe) -> dict[str, Any]:
+    options = dict(recipe.model_kwargs)
+    if recipe.drop_path:
+        options.setdefault("drop_path_rate", recipe.drop_path)
+    return options
+
+
+def _remove_dropout_before_head(model: nn.Module, name: str) -> None:
+    """Set the dropout that timm's models have between their last features and the classifier to 0."""
+    owners = [model, getattr(model, "head", None)]
+    for owner in owners:
+        for attribute in ("head_drop", "drop"):
+            dropout = getattr(owner, attribute, None)
+            if isinstance(dropout, nn.Dropout):
+                dropout.p = 0.0
+                return
+    if not isinstance(getattr(model, "drop_rate", None), float):
+        raise ValueError(f"cannot find the dropout before the classifier of {name}: leave drop_before_head at true")
+    model.drop_rate = 0.0  # type: ignore[assignment]

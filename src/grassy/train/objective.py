@@ -1,0 +1,56 @@
+"""The optimizer and the criterion that a recipe asks for, and whether its model is compiled."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from grassy.criteria import create_criterion
+from grassy.optim import make_optimizer
+from grassy.optim.joint import JointOptimizer
+from grassy.runs.recipe import Recipe
+
+#: Optimizers of torch whose step is one kernel on a GPU and can be captured in a graph.
+FUSED = ("sgd", "adam", "adamw")
+
+
+def build_optimizer(recipe: Recipe, model: nn.Module, device: torch.device, captured: bool = False) -> JointOptimizer:
+    """The one optimizer of a recipe, for a model with or without subspaces."""
+    options: dict[str, Any] = {"momentum": 0.9} if recipe.opt in ("sgd", "momentum", "nesterov") else {}
+    options |= recipe.opt_kwargs
+    if device.type == "cuda" and recipe.opt in FUSED:
+        options.setdefault("fused", True)
+        if captured and recipe.opt != "sgd":
+            options.setdefault("capturable", True)
+    for name, value in options.items():
+        if isinstance(value, list):  # YAML has no tuples; betas must be one
+            options[name] = tuple(value)
+    on_manifold = any(head.subspace_names for head in model.modules() if hasattr(head, "subspace_names"))
+    return make_optimizer(
+        model,
+        recipe.opt,
+        recipe.lr,
+        recipe.head_lr if on_manifold else None,  # one recipe can serve as the base of another, without subspaces
+        recipe.head_momentum,
+        retraction=recipe.retraction,
+        transport=recipe.transport,
+        max_angle=recipe.max_angle,
+        direction=recipe.direction,
+        weight_decay=recipe.weight_decay,
+        decay_all=recipe.decay_all,
+        layer_decay=recipe.layer_decay,
+        **options,
+    )
+
+
+def build_criterion(recipe: Recipe) -> nn.Module:
+    if recipe.loss in ("bce", "bce-sum"):
+        return create_criterion("bce", reduction="sum" if recipe.loss == "bce-sum" else "mean")
+    # Mixing has smoothed the targets already.
+    if recipe.smoothing and not recipe.mixes:
+        return create_criterion("label-smoothing", smoothing=recipe.smoothing)
+    return create_criterion("cross-entropy")
+
+
+def compiles(recipe: Recipe, device: torch.device) -> bool:
+    return recipe.torchcompile == "on" or (recipe.torchcompile == "auto" and device.type == "cuda")

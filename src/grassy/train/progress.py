@@ -1,0 +1,124 @@
+"""What a person sees of a run: a bar with loss, accuracy, speed and time left on a terminal, plain lines elsewhere."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from grassy.inference.evaluate import Metrics
+
+#: Seconds between two looks at the loss, for which the device is waited for: on a terminal, and elsewhere.
+BAR_INTERVAL, LINE_INTERVAL = 0.5, 30.0
+
+
+class Progress:
+    """Reports the updates of a run. Only the main process of a run should have one that is not `quiet`."""
+
+    def __init__(self, epochs: int, updates: int, batch_size: int, done: int = 0, quiet: bool = False) -> None:
+        self.epochs, self.updates, self.batch_size, self.quiet = epochs, updates, batch_size, quiet
+        self.total, self.begin_at = epochs * updates, done
+        self.started = self.looked = time.monotonic()
+        self.looked_at = done
+        self.accuracy: float | None = None
+        self.speed = 0.0
+        self._bar: Any = None
+        self._task: Any = None
+        if not quiet and sys.stderr.isatty():
+            self._open_bar(done)
+        self.interval = BAR_INTERVAL if self._bar is not None else LINE_INTERVAL
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def is_due(self) -> bool:
+        """Whether it is time to report again."""
+        return time.monotonic() - self.looked >= self.interval
+
+    def report(self, done: int, loss: float) -> None:
+        """Say how far the run is: `done` updates in all, and the mean loss of the epoch so far."""
+        now = time.monotonic()
+        if done > self.looked_at and now > self.looked:
+            self.speed = (done - self.looked_at) * self.batch_size / (now - self.looked)
+        self.looked, self.looked_at = now, done
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, **self._fields(done, loss))
+        else:
+            epoch, update = divmod(done, self.updates)
+            if update:
+                self.say(f"epoch {epoch + 1}/{self.epochs}, update {update}/{self.updates}: {self._text(done, loss)}")
+
+    def end_of_epoch(self, epoch: int, loss: float, metrics: Metrics | None, seconds: float) -> None:
+        """A line that stays: what an epoch (from 0) came to, whose updates took so many seconds."""
+        self.speed = self.updates * self.batch_size / max(seconds, 1e-9)
+        done = (epoch + 1) * self.updates
+        scores = ""
+        if metrics is not None:
+            self.accuracy = metrics.top1
+            scores = f", val {metrics.loss:.4f}, top-1 {metrics.top1:.2f}, top-5 {metrics.top5:.2f}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, **self._fields(done, loss))
+        self.say(f"epoch {epoch + 1}/{self.epochs}: loss {loss:.4f}{scores}, {self.speed:,.0f} images/s")
+
+    def validating(self) -> None:
+        """Say so on a terminal, where the bar would seem to have stopped."""
+        if self._bar is not None:
+            self._bar.update(self._task, speed="validating,")
+
+    def say(self, text: str) -> None:
+        if self.quiet:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """The time in this block is not that of updates: it goes to validation or saving."""
+        begin = time.monotonic()
+        yield
+        self.looked += time.monotonic() - begin
+
+    def _fields(self, done: int, loss: float) -> dict[str, str]:
+        accuracy = "-" if self.accuracy is None else f"{self.accuracy:.2f}"
+        return {
+            "epoch": f"{max(1, -(-done // self.updates))}/{self.epochs}",
+            "loss": f"{loss:.4f}",
+            "accuracy": accuracy,
+            "speed": f"{self.speed:,.0f}",
+        }
+
+    def _text(self, done: int, loss: float) -> str:
+        return f"loss {loss:.4f}, {self.speed:,.0f} images/s, {self._left(done)} left"
+
+    def _left(self, done: int) -> str:
+        elapsed = time.monotonic() - self.started
+        seconds = elapsed / max(1, done - self.begin_at) * (self.total - done)
+        return str(timedelta(seconds=round(seconds)))
+
+    def _open_bar(self, done: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self._bar = Bar(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(bar_width=None),
+            TaskProgressColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("top-1 {task.fields[accuracy]}"),
+            TextColumn("{task.fields[speed]} images/s"),
+            TimeRemainingColumn(compact=True),
+            console=Console(stderr=True),
+            expand=True,
+            transient=True,  # the lines of the epochs stay
+        )
+        empty = {"epoch": f"1/{self.epochs}", "loss": "-", "accuracy": "-", "speed": "-"}
+        self._task = self._bar.add_task("", total=self.total, completed=done, **empty)
+        self._bar.start()

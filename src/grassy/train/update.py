@@ -1,0 +1,130 @@
+"""One update of the weights: forward, backward, clipping and the step, by plain PyTorch.
+
+On a GPU nothing in it waits: losses are summed there, and the first update whose loss was not finite is remembered
+there, to be asked about now and then. So a whole update can be captured in a CUDA graph, which a host that is slow at
+launching kernels needs for small models.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grassy.data.batch_transforms import Preparation
+from grassy.distributed import processes as distributed
+from grassy.loss import classification_loss
+from grassy.optim import clip_grad_norm_
+
+#: Updates that run outside the graph first: kernels are compiled and buffers created in them.
+EAGER_UPDATES = 3
+
+
+class Update:
+    """Computes the gradient of one update, in parts, and takes the step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        criterion: Callable[[Tensor, Tensor], Tensor],
+        prepare: Preparation,
+        device: torch.device,
+        *,
+        amp_dtype: torch.dtype | None = None,
+        clip_grad: float | None = None,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        self.model, self.optimizer, self.criterion, self.prepare = model, optimizer, criterion, prepare
+        self.device, self.amp_dtype, self.clip_grad, self.skip_nonfinite = device, amp_dtype, clip_grad, skip_nonfinite
+        self.scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
+        self.losses = torch.zeros(2, device=device)  # their sum and their number, since the epoch began
+        self.number = torch.zeros((), dtype=torch.int64, device=device)
+        self.first_bad = torch.full((), -1, dtype=torch.int64, device=device)
+        self.skipped_in_a_row = 0
+
+    def __call__(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """One update from the parts of its batch: uint8 images and labels on the device."""
+        buffers = [buffer.clone() for buffer in self.model.buffers()] if self.skip_nonfinite else []
+        self.optimizer.zero_grad(set_to_none=True)  # not at the end: gradients stay there to be looked at
+        loss = torch.zeros((), device=self.device)
+        for i, (images, labels) in enumerate(parts):
+            images, target = self.prepare(images, labels)
+            with self._without_communication(last=i == len(parts) - 1):
+                with torch.autocast(self.device.type, self.amp_dtype, enabled=self.amp_dtype is not None):
+                    part = classification_loss(self.model, images, target, self.criterion) / len(parts)
+                self.scaler.scale(part).backward()
+            loss += part.detach()
+        if self.skip_nonfinite and self._is_bad(loss):
+            self.skipped_in_a_row += 1
+            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)  # batch statistics have seen the batch
+        else:
+            self.skipped_in_a_row = 0
+            self._note(loss)
+            self.scaler.unscale_(self.optimizer)
+            if self.clip_grad is not None:
+                clip_grad_norm_(self.model, self.clip_grad)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.number += 1
+
+    def _is_bad(self, loss: Tensor) -> bool:
+        """Whether loss or gradient are not finite in some process. Scaled gradients are the scaler's own affair."""
+        bad = ~loss.isfinite()
+        if not self.scaler.is_enabled():
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            bad = bad | ~torch.nn.utils.get_total_norm(gradients).isfinite()
+        return distributed.anywhere(bool(bad), self.device)
+
+    def _note(self, loss: Tensor) -> None:
+        new = (self.first_bad < 0) & ~loss.isfinite()
+        self.first_bad.copy_(torch.where(new, self.number, self.first_bad))
+        self.losses += torch.stack([loss, torch.ones_like(loss)])
+
+    def _without_communication(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """DDP has to sum gradients once an update, with the last part."""
+        if last or not isinstance(self.model, nn.parallel.DistributedDataParallel):
+            return contextlib.nullcontext()
+        return self.model.no_sync()
+
+
+class CapturedUpdate:
+    """An update, from the rows of a plan to the new weights, replayed as one CUDA graph.
+
+    The learning rates must be tensors on the device: a graph reads them where they are.
+    """
+
+    def __init__(self, update: Update, assemble: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        self.update, self.assemble = update, assemble
+        self.calls = 0
+        self.rows: Tensor | None = None
+        self.graph = torch.cuda.CUDAGraph()
+        self.stream = torch.cuda.Stream(update.device)
+
+    def __call__(self, rows: Tensor) -> None:
+        """rows: (parts, B, 4), of `ResidentLoader.plans`."""
+        self.calls += 1
+        if self.calls <= EAGER_UPDATES:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                self._run(rows)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return
+        if self.rows is None:
+            self.rows = rows.clone()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self._run(self.rows)
+        self.rows.copy_(rows)
+        self.graph.replay()
+
+    def _run(self, rows: Tensor) -> None:
+        self.update([self.assemble(part) for part in rows])
+
+
+def learning_rates_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Make every group's learning rate a tensor, which a captured step can read anew each time."""
+    for group in optimizer.param_groups:
+        group["lr"] = torch.as_tensor(float(group["lr"]), device=device)

@@ -1,0 +1,244 @@
+"""Tables, pictures and verdicts from results.jsonl, written between the marks of docs/results.md.
+
+    python -m studies.cifar100.answer
+
+No verdict is written by hand: claims.py has the rule. With runs missing, it says so.
+"""
+
+import argparse
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from studies.cifar100.claims import FEWEST, NOT_YET, Study, claims, verdict
+from studies.cifar100.pictures import pictures
+from studies.cifar100.plan import CONTESTANTS, FIRST_CONTESTANTS, GOAL, HEADS, SETS, TUNE, VARIANTS, Job, plan, read
+
+ROOT = Path(__file__).parent.parent.parent
+OWN_RESULTS = Path(__file__).parent.resolve() / "results.jsonl"
+GOAL_SEEDS = 5
+#: What trials differ in beside learning rate and weight decay.
+SCALES = ("head.k", "head.gamma", "head.scale", "head.margin", "head_lr", "head.standardize", "head.normalize")
+SCALES += ("direction",)
+WORDS = {"head.standardize": "standardised", "head.normalize": "not normalised", "direction": "{}"}
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def claims_table(study: Study) -> str:
+    rows = [
+        [str(number), text, figures, "<br>".join(map(str, parts)), f"**{verdict(parts)}**"]
+        for number, (text, figures, parts) in enumerate(claims(study), 1)
+    ]
+    return table(["", "claim", "the paper", "here: difference or slope, 95 % interval", "verdict"], rows)
+
+
+def short_list(study: Study) -> str:
+    """The claims and their verdicts alone."""
+    return "\n".join(
+        f"{number}. {text}: **{verdict(parts)}**" for number, (text, _, parts) in enumerate(claims(study), 1)
+    )
+
+
+def goal(study: Study) -> str:
+    """Both contests, and all Grassmann heads beside all softmax heads."""
+    rule = f"top-1 +{GOAL['top1']}, transfer +{GOAL['transfer']:g}, both intervals above 0, {GOAL_SEEDS} seeds"
+    said = [f"The goal: {rule}."]
+    for number, (softmax, grassmann) in (("first", FIRST_CONTESTANTS), ("second", CONTESTANTS)):
+        leads = [str(study.gap(grassmann, softmax, metric)) for metric in GOAL]
+        said.append(f"The {number} contest: **{contest(study, softmax, grassmann)}**. {'; '.join(leads)}.")
+    return "\n\n".join([*said, leads_table(study)])
+
+
+def leads_table(study: Study) -> str:
+    """Every Grassmann head against every softmax head, as far as they are run."""
+    run = [row for row in HEADS if len(study.runs[row]) >= FEWEST]
+    softmax = [row for row in run if row.startswith("softmax")]
+
+    def lead(row: str, other: str, metric: str) -> float:
+        return statistics.mean(study.values(row, metric)) - statistics.mean(study.values(other, metric))
+
+    rows = [
+        [row, *("{:+.2f}, {:+.2f}".format(*(lead(row, other, metric) for metric in GOAL)) for other in softmax)]
+        for row in run
+        if row.startswith("grassmann")
+    ]
+    return table(["top-1 and transfer ahead of", *softmax], rows)
+
+
+def contest(study: Study, softmax: str, grassmann: str) -> str:
+    """Whether the goal is reached."""
+    lost = study.lost[softmax] + study.lost[grassmann]
+    if min(len(study.runs[row]) + study.lost[row] for row in (softmax, grassmann)) < GOAL_SEEDS:
+        return NOT_YET
+    if lost:
+        return f"not reached, since runs diverged: {lost}"
+    parts = {metric: study.gap(grassmann, softmax, metric).interval for metric in GOAL}
+    reached = all(part and part.mean >= GOAL[name] and part.low > 0 for name, part in parts.items())
+    return "reached" if reached else "not reached"
+
+
+def _held_out(study: Study, trial: Job | None) -> list[str]:
+    """Top-1 and mean cross-validated transfer of a trial."""
+    line = study.lines.get(trial.key, {}) if trial and trial.base else {}
+    if "top1" not in line:
+        return ["failed" if "error" in line else NOT_YET, "–"]
+    return [f"{line['top1']:.2f}", f"{statistics.mean(line['transfer_cv'].values()):.2f}"]
+
+
+def trials_table(study: Study) -> str:
+    """All trials of the plan, and how many were made that are no longer part of it."""
+    rows = []
+    for name, trials in study.trials.items():
+        for job in (job for job in trials if job.base and job.key in study.lines):
+            own = {key: job.changes[key] for key in SCALES if key in job.changes and key not in HEADS[name].changes}
+            facts = [WORDS.get(key, key.removeprefix("head.") + " {}").format(value) for key, value in own.items()]
+            pair = [str(job.changes["epochs"]), f"{job.changes['lr']:g}", f"{job.changes['weight_decay']:g}"]
+            mark = "**" if job == study.chosen[name] else ""
+            rows.append([f"{mark}{name}{mark}", *pair, ", ".join(facts) or "–", *_held_out(study, job)])
+    planned = {job.key for trials in study.trials.values() for job in trials if job.base}
+    other = sum(line["stage"] == TUNE and key not in planned for key, line in study.lines.items())
+    note = f"\n\n{other} more trials were made with settings that were later taken out of the plan." if other else ""
+    left = sum(not job.base or job.key not in study.lines for trials in study.trials.values() for job in trials)
+    note += f"\n\n{left} trials are not yet run." if left else ""
+    head = [
+        "",
+        "epochs",
+        "learning rate",
+        "weight decay",
+        "the head's own",
+        "held-out top-1",
+        "cross-validated transfer",
+    ]
+    return table(head, rows) + note
+
+
+def rows_table(study: Study) -> str:
+    metrics = {"top1": 2, "variability": 1, "r2": 3, "effective_rank": 2, "transfer": 2, **dict.fromkeys(SETS, 2)}
+    rows = [
+        [row, str(len(runs)), *(study.show(row, name, digits) for name, digits in metrics.items())]
+        for row, runs in study.runs.items()
+        if runs
+    ]
+    left = [row for row, runs in study.runs.items() if not runs]
+    note = f"\n\n{NOT_YET.capitalize()}: {', '.join(left)}." if left else ""
+    return table(["", "seeds", "top-1", "variability, °", "R²", "effective rank", "transfer", *SETS], rows) + note
+
+
+def settings_table(study: Study) -> str:
+    """What was chosen for each row, and how one would run it by hand."""
+    rows = []
+    skip = ("seed", "epochs", "val_interval", "checkpoint_interval")
+    for row, job in study.jobs.items():
+        if not job.base:
+            continue
+        words = [f"{name}={str(value).lower()}" for name, value in job.changes.items() if name not in skip]
+        tuned = study.chosen.get(row)
+        score = f"{study.lines[tuned.key]['top1']:.2f}" if tuned else f"as {VARIANTS[row].of}"
+        command = f"`grassy train {job.base} {' '.join(words)}`".replace("=start", "=WEIGHTS_OF_SOFTMAX")
+        rows.append([row, score, command])
+    return table(["", "held-out top-1", "by hand, with --data-dir and --seed"], rows)
+
+
+def summary(study: Study) -> str:
+    """For the README: heads of linear layers, cosines and subspaces, as far as they are run, by what they are."""
+    names = [name for name in [*HEADS, "grassmann-32"] if name.startswith(("softmax", "cosine", "grassmann"))]
+    metrics = {"top1": 2, "variability": 1, "transfer": 2}
+    found = {study.jobs[name].key: name for name in names if len(study.runs[name]) >= FEWEST}
+    rows = [
+        [*described(study.jobs[name]), *(study.show(name, metric, digits) for metric, digits in metrics.items())]
+        for name in found.values()
+    ]
+    head = ["", "learning rate, weight decay", "top-1", "variability, °", "linear transfer, mean of 3 data sets"]
+    return table(head, rows)
+
+
+def described(job: Job) -> list[str]:
+    """The head of a run, for readers who do not know the names of the rows, and its learning rate and weight decay."""
+    recipe = job.recipe
+    assert recipe is not None
+    head = recipe.head
+    words = {
+        "grassmann": lambda: f"subspaces, k = {head['k']}, γ = {head['gamma']:g}",
+        "cosine": lambda: f"cosine, scale {head['scale']:g}",
+    }.get(head["name"], lambda: "softmax")()
+    more = ["standardised features"] if head.get("standardize") else []
+    more += ["features not normalised"] if not head.get("normalize", True) else []
+    more += ["spectral steps"] if recipe.direction == "spectral" else []
+    more += [f"head's learning rate {recipe.head_lr:g}"] if recipe.head_lr and recipe.direction != "spectral" else []
+    more += ["second contest"] if job.row in CONTESTANTS else []
+    return [", ".join([words, *more]), f"{recipe.lr:g}, {recipe.weight_decay:g}"]
+
+
+def about(study: Study) -> str:
+    """Where the figures come from."""
+    lines = [line for runs in study.runs.values() for line in runs]
+    if not lines:
+        return f"Final runs: {NOT_YET}."
+    facts = {name: ", ".join(sorted({str(line[name]) for line in lines})) for name in ("device", "torch", "grassy")}
+    days = sorted(line["started"][:10] for line in lines)
+    failed = sum("error" in line for line in study.lines.values())
+    return (
+        f"{len(lines)} final runs, {days[0]} to {days[-1]}, on {facts['device']}, torch {facts['torch']}, grassy "
+        f"{facts['grassy']}; {failed} of all {len(study.lines)} jobs failed. Mean ± standard error."
+    )
+
+
+# ------------------------------------------------------------------------------------------------ pages
+
+
+def write(page: Path, blocks: dict[str, str]) -> None:
+    """Put each block between its marks, <!-- study:NAME --> and <!-- /study -->, where the page has them."""
+    text = page.read_text()
+    for name, block in blocks.items():
+        marks = rf"(<!-- study:{name} -->\n).*?(<!-- /study -->)"
+        filled = block.replace("\\", r"\\")
+        text = re.sub(marks, rf"\g<1>{filled}\n\g<2>", text, flags=re.DOTALL)
+    page.write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=OWN_RESULTS)
+    parser.add_argument("--pages", type=Path, nargs="+", help="to write to; of other results than grassy's own, none")
+    parser.add_argument("--images", type=Path, help="folder for the pictures; of other results, none")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides", help="as given to run")
+    args = parser.parse_args()
+    if args.results.resolve() == OWN_RESULTS:
+        args.pages = args.pages or [ROOT / "docs" / "results.md", ROOT / "README.md"]
+        args.images = args.images or ROOT / "docs" / "images"
+    args.pages = args.pages or []
+    if missing := next((page for page in args.pages if not page.is_file()), None):
+        parser.error(f"there is no page {missing}")
+    if not args.results.is_file():
+        parser.error(f"there is no file of results {args.results}")
+    try:
+        lines = read(args.results)
+        study = Study(lines, args.overrides)
+        known = {job.key for job in plan(lines, args.overrides) if job.base}
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))
+    if not known & lines.keys():
+        parser.error(f"none of the {len(lines)} runs in {args.results} is of this plan: with --set, give what run had")
+    blocks = {
+        "about": about(study),
+        "short": short_list(study),
+        "claims": claims_table(study),
+        "goal": goal(study),
+        "rows": rows_table(study),
+        "settings": settings_table(study),
+        "trials": trials_table(study),
+        "summary": summary(study),
+        "pictures": pictures(study, args.images) if args.images else "",
+    }
+    for page in args.pages:
+        write(page, blocks)
+    print(blocks["about"], blocks["claims"], blocks["goal"], blocks["rows"], sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+import grassy
+from grassy import cli
+from grassy.demo import experiment as demo
+
+DEMO = "pip install -c constraints.txt -e '.[demo]' in the source of grassy"
+
+
+def last_error(capsys):
+    """The one line on stderr."""
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert captured.out == ""
+    return line
+
+
+def run_module(*arguments):
+    source = os.path.dirname(os.path.dirname(grassy.__file__))
+    environment = {**os.environ, "PYTHONPATH": source}
+    command = [sys.executable, "-m", "grassy", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_python_m_grassy_is_the_command_and_its_exit_code_is_the_one_of_main():
+    version = run_module("--version")
+    assert (version.returncode, version.stdout) == (0, f"grassy {grassy.__version__}\n")
+    mistake = run_module("demo", "--seeds", "many")
+    assert (mistake.returncode, mistake.stdout) == (2, "")
+    expected = "grassy: error: argument --seeds: invalid int value: 'many' (try grassy demo --help)\n"
+    assert mistake.stderr == expected
+
+
+def test_the_command_loads_nothing_heavier_than_torch_before_it_knows_what_to_do():
+    source = os.path.dirname(os.path.dirname(grassy.__file__))
+    code = (
+        "import sys, grassy.cli; grassy.cli.main(['demo', '--seeds', 'x']); "
+        "print({'sklearn', 'matplotlib', 'rich', 'timm'} & set(sys.modules))"
+    )
+    environment = {**os.environ, "PYTHONPATH": source}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "set()\n"
+
+
+def test_the_demo_command_hands_its_options_on(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(demo, "run", lambda *given: calls.append(given))
+    assert cli.main(["demo", "--output", str(tmp_path)]) == 0
+    assert cli.main(["demo", "--output", str(tmp_path), "--seeds", "4", "--quick"]) == 0
+    (first_folder, first), (_, second) = calls
+    assert first_folder == tmp_path
+    assert first == demo.FULL
+    assert (second.seeds, second.epochs) == (4, demo.QUICK.epochs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: command"),
+        (["dmo"], "invalid choice: 'dmo' (choose from"),
+        (["demo", "--sedes", "3"], "unrecognized arguments: --sedes 3"),
+        (["demo", "--seeds", "0"], "at least 1 seed and 1 epoch, got 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
+    assert cli.main(arguments) == 2
+    line = last_error(capsys)
+    assert line.startswith("grassy: error: ")
+    assert message in line
+
+
+def test_an_output_that_is_a_file_or_lies_in_one_is_one_line(capsys, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for output, reason in ((file, "File exists"), (file / "below", "Not a directory")):
+        assert cli.main(["demo", "--output", str(output)]) == 2
+        assert last_error(capsys) == f"grassy: error: cannot write into the folder {output}: {reason}"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_output_that_is_not_writable_is_one_line(capsys, tmp_path):
+    tmp_path.chmod(0o500)
+    assert cli.main(["demo", "--output", str(tmp_path)]) == 2
+    assert last_error(capsys) == f"grassy: error: cannot write into the folder {tmp_path}: Permission denied"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("k must be\n  positive"), "grassy: error: k must be positive"),
+        (TypeError("not a path"), "grassy: error: not a path"),
+        (FileNotFoundError(2, "No such file", "x.yaml"), "grassy: error: x.yaml: No such file"),
+        (ModuleNotFoundError("no", name="rich"), f"grassy: error: grassy demo needs rich: {DEMO}"),
+        (
+            ModuleNotFoundError("no", name="datasets.x"),
+            "grassy: error: grassy demo needs datasets: pip install datasets",
+        ),
+    ],
+)
+def test_errors_of_a_command_are_one_line_and_exit_code_2(capsys, monkeypatch, error, line):
+    monkeypatch.setattr(demo, "run", _raises(error))
+    assert cli.main(["demo"]) == 2
+    assert last_error(capsys) == line
+
+
+def test_a_missing_package_is_named_together_with_the_extra_that_brings_it(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)  # what Python takes for "not installed"
+    monkeypatch.delitem(sys.modules, "grassy.demo.experiment")
+    monkeypatch.delattr(grassy, "demo")
+    assert cli.main(["demo"]) == 2
+    assert last_error(capsys) == f"grassy: error: grassy demo needs scikit-learn: {DEMO}"
+
+
+def test_a_mistake_inside_grassy_is_not_taken_for_a_missing_package(monkeypatch):
+    monkeypatch.setattr(demo, "run", _raises(ModuleNotFoundError("no", name="grassy.misspelt")))
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["demo"])
+
+
+def test_an_interrupt_is_one_line_and_exit_code_130(capsys, monkeypatch):
+    monkeypatch.setattr(demo, "run", _raises(KeyboardInterrupt()))
+    assert cli.main(["demo"]) == 130
+    assert last_error(capsys) == "grassy: interrupted"
+
+
+def _raises(error):
+    def run(*_):
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(("words", "code"), [(["recipes", "digits-*"], 0), (["recipes", "no-such-*"], 2)])
+def test_a_process_of_torchrun_ends_at_once_with_all_it_said(words, code):
+    """It leaves without the interpreter's clean-up, in which threads of gloo may abort it."""
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "test"}
+    command = [sys.executable, "-m", "grassy", *words]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == code
+    assert ("digits-grassmann" in run.stdout) == (code == 0)
+    assert bool(run.stderr) == (code != 0)
+
+
+def test_a_setting_that_is_given_as_a_flag_and_as_a_pair_is_refused(capsys):
+    assert cli.main(["train", "cifar100-resnet18-linear", "batch_size=4", "--batch-size", "8"]) != 0
+    assert "batch_size is given twice, as --batch-size and as batch_size=" in capsys.readouterr().err

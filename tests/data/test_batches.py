@@ -1,0 +1,273 @@
+"""In which order images come, those that stay on the device, and batches."""
+
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from grassy.data import class_folders as files
+from grassy.data.batch_transforms import Preparation
+from grassy.data.device_loader import ResidentLoader
+from grassy.data.loader import (
+    EpochBatches,
+    Failure,
+    Share,
+    epoch_order,
+    seed_of,
+    seeded,
+)
+from grassy.data.run_data import open_data, open_validation
+from grassy.distributed.processes import Process
+from grassy.inference.validate import validate
+from grassy.runs.weights import Description, save_weights
+from grassy.train.model import build_model
+from training_cases import tiny_arrays, tiny_folders, tiny_recipe
+
+CPU = Process(torch.device("cpu"))
+
+
+# ------------------------------------------------------------------------------------------------ order
+
+
+def test_an_epoch_visits_every_image_once_and_another_epoch_in_another_order():
+    first, second = epoch_order(100, seed=1, epoch=0), epoch_order(100, seed=1, epoch=1)
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert first.tolist() != second.tolist() != epoch_order(100, seed=2, epoch=1).tolist()
+
+
+def test_repeated_augmentation_shows_fewer_images_several_times_with_different_seeds():
+    batches = EpochBatches(90, 9, 1, Share(), seed=0, repeats=3)
+    batch = next(iter(batches))
+    indices = [index for index, _ in batch]
+    assert [indices.count(index) for index in dict.fromkeys(indices)] == [3, 3, 3]
+    assert len({seed for _, seed in batch}) == 9
+    assert len(np.unique(epoch_order(90, 0, 0, repeats=3))) == 30
+
+
+def test_processes_and_parts_share_each_batch_of_one_process_without_overlap():
+    whole = list(EpochBatches(50, 12, 1, Share(), seed=3))
+    shares = [list(EpochBatches(50, 12, 2, Share(rank, 3), seed=3)) for rank in range(3)]
+    assert len(whole) == 4
+    for update, batch in enumerate(whole):
+        parts = [sample for share in shares for part in share[2 * update : 2 * update + 2] for sample in part]
+        assert sorted(parts) == sorted(batch)
+
+
+def test_an_interrupted_epoch_goes_on_with_the_batches_that_were_left():
+    batches = EpochBatches(50, 10, 1, Share(), seed=0)
+    whole = list(batches)
+    batches.start = 3
+    assert list(batches) == whole[3:]
+    assert len(batches) == 2
+
+
+def test_seeds_differ_and_seeded_leaves_the_generators_as_they_were():
+    assert len({seed_of(a, b) for a in range(50) for b in range(50)}) == 2500
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with seeded(1):
+        first = torch.rand(2), np.random.rand(2)  # noqa: NPY002 (what timm draws from)
+    with seeded(1):
+        second = torch.rand(2), np.random.rand(2)  # noqa: NPY002 (what timm draws from)
+    assert torch.equal(first[0], second[0])
+    assert (first[1] == second[1]).all()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_batches_do_not_depend_on_the_number_of_worker_processes(tmp_path):
+    folder = tiny_folders(tmp_path)
+    epochs = []
+    for workers in (0, 2):
+        recipe = tiny_recipe(crop="resized", color_jitter=0.4, aa="rand-m9-mstd0.5-inc1", workers=workers, batch_size=4)
+        data = open_data(recipe, folder, CPU)
+        epochs.append([part.images for parts in data.train.epoch(1, 2) for part in parts])
+    assert len(epochs[0]) == 2
+    for one, other in zip(*epochs, strict=True):
+        assert torch.equal(one, other)
+
+
+# ------------------------------------------------------------------------------------------------ resident images
+
+
+def test_resident_crops_and_flips_are_those_of_the_padded_image(tmp_path):
+    recipe = tiny_recipe(padding=2)
+    data = open_data(recipe, tiny_arrays(tmp_path), CPU)
+    loader = data.train
+    assert isinstance(loader, ResidentLoader)
+    plan = loader.plan(epoch=3)
+    assert set(plan[:, 1]) == set(plan[:, 2]) == set(range(5))
+    assert set(plan[:, 3]) == {0, 1}
+    images, labels = loader.assemble(torch.from_numpy(plan[:9]))
+    for row, image, label in zip(plan, images, labels, strict=False):
+        index, top, left, flipped = row
+        padded = np.pad(loader.images.images[index], ((2, 2), (2, 2), (0, 0)))
+        crop = padded[top : top + 8, left : left + 8]
+        expected = crop[:, ::-1] if flipped else crop
+        assert (image.permute(1, 2, 0).numpy() == expected).all()
+        assert label == loader.images.labels()[index]
+
+
+def test_resident_batches_are_shared_among_processes_and_go_on_after_an_interruption(tmp_path):
+    folder = tiny_arrays(tmp_path)
+    whole = open_data(tiny_recipe(), folder, CPU).train
+    halves = [
+        open_data(tiny_recipe(grad_accum_steps=2), folder, Process(CPU.device, rank, 2)).train for rank in range(2)
+    ]
+    expected = [parts[0] for parts in whole.epoch(1)]
+    for update, parts in enumerate(zip(*(half.epoch(1) for half in halves), strict=True)):
+        images = torch.cat([batch.images for share in parts for batch in share])
+        assert torch.equal(images.flatten(1).unique(dim=0), expected[update].images.flatten(1).unique(dim=0))
+    assert update == 4
+    rest = list(whole.epoch(1, start=3))
+    assert len(rest) == 2
+    assert torch.equal(rest[0][0].images, expected[3].images)
+
+
+def test_why_images_cannot_stay_on_the_device_is_said(tmp_path):
+    folders = tiny_folders(tmp_path / "tree")
+    arrays = tiny_arrays(tmp_path / "arrays")
+    for folder, changes, message in [
+        (folders, {}, "not in one array"),
+        (arrays, {"crop": "resized"}, "crop is resized"),
+        (arrays, {"aa": "3a"}, "aa and color_jitter"),
+        (arrays, {"img_size": 16}, "images have 8x8 pixels"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            open_data(tiny_recipe(loader="resident", **changes), folder, CPU)
+
+
+# ------------------------------------------------------------------------------------------------ batches
+
+
+def test_a_batch_larger_than_the_set_becomes_the_set_and_says_so(tmp_path):
+    data = open_data(tiny_recipe(batch_size=256), tiny_arrays(tmp_path), CPU)
+    assert data.batch_size == 40
+    assert data.train.updates == 1
+    assert "256 is more than the 40 images" in data.notes[0]
+
+
+def test_a_mixing_recipe_with_few_images_takes_an_even_number_in_each_part(tmp_path):
+    folder = tiny_arrays(tmp_path, images=31)
+    assert open_data(tiny_recipe(batch_size=256, mixup=0.2), folder, CPU).batch_size == 30
+    assert open_data(tiny_recipe(batch_size=256, mixup=0.2, grad_accum_steps=4), folder, CPU).batch_size == 24
+    assert open_data(tiny_recipe(batch_size=256), folder, CPU).batch_size == 31
+    with pytest.raises(ValueError, match="31 images are too few for 16 parts of pairs"):
+        open_data(tiny_recipe(batch_size=256, mixup=0.2, grad_accum_steps=16), folder, CPU)
+
+
+def test_a_policy_that_timm_does_not_know_is_named(tmp_path):
+    folder = tiny_folders(tmp_path)
+    for policy in ("nonsense", "rand-x9", "rand-m9-mstdx0.5q"):
+        with pytest.raises(ValueError, match=f"timm knows no augmentation aa={policy}"):
+            open_data(tiny_recipe(aa=policy), folder, CPU)
+
+
+def test_batches_that_cannot_be_divided_are_refused(tmp_path):
+    folder = tiny_arrays(tmp_path)
+    with pytest.raises(ValueError, match="not divisible by 3"):
+        open_data(tiny_recipe(), folder, Process(CPU.device, 0, 3))
+    with pytest.raises(ValueError, match="not an even number"):
+        open_data(tiny_recipe(mixup=0.2, batch_size=9), folder, CPU)
+
+
+def test_normalisation_is_that_of_torchvision():
+    from torchvision.transforms import functional as F
+
+    images = torch.randint(0, 256, (2, 3, 5, 5), dtype=torch.uint8)
+    mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
+    prepared, _ = Preparation(mean, std, CPU.device)(images, torch.zeros(2))
+    torch.testing.assert_close(prepared, F.normalize(images / 255, mean, std))
+
+
+def make_shards(folder, replaced=None):
+    """24 images of three classes a split; `replaced` maps (number, suffix) to other bytes."""
+    rng = np.random.default_rng(0)
+    for split in ("train", "validation"):
+        with tarfile.open(folder / f"{split}-0000.tar", "w") as tar:
+            for i in range(24):
+                file = io.BytesIO()
+                Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(file, "png")
+                for suffix, data in (("png", file.getvalue()), ("cls", str(i % 3).encode())):
+                    data = (replaced or {}).get((i, suffix), data)
+                    info = tarfile.TarInfo(f"{i:04}.{suffix}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+    splits = {
+        split: {"name": split, "num_samples": 24, "filenames": [f"{split}-0000.tar"], "shard_lengths": [24]}
+        for split in ("train", "validation")
+    }
+    (folder / "_info.json").write_text(json.dumps({"splits": splits}))
+    return tiny_recipe(dataset="wds/shards", num_classes=3, batch_size=6, crop="none", hflip=0)
+
+
+def test_webdataset_shards_are_read_through_timm(tmp_path):
+    pytest.importorskip("webdataset")
+    recipe = make_shards(tmp_path)
+    data = open_data(recipe, tmp_path, CPU)
+    first = [parts[0].images for parts in data.train.epoch(0)]
+    assert len(first) == data.train.updates == 4
+    assert first[0].shape == (6, 3, 8, 8)
+    again = open_data(recipe, tmp_path, CPU)
+    assert torch.equal(next(again.train.epoch(0, start=1))[0].images, first[1])
+    labels = torch.cat([batch.labels for batch in data.validation])
+    assert labels.bincount().tolist() == [8, 8, 8]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_unreadable_images_of_shards_are_named_and_those_of_sixteen_bits_are_scaled(tmp_path, workers):
+    pytest.importorskip("webdataset")
+    grey = np.arange(64, dtype=np.uint16).reshape(8, 8)
+    deep = io.BytesIO()
+    Image.fromarray(grey * 257).save(deep, "png")
+    recipe = make_shards(tmp_path, {(4, "png"): b"no image", (7, "png"): deep.getvalue()}).changed({"workers": workers})
+    batches = list(open_data(recipe, tmp_path, CPU).validation)
+    (failure,) = [failure for batch in batches for failure in batch.failures]
+    assert failure == Failure(f"0004 of {tmp_path / 'validation-0000.tar'}", "not an image that Pillow knows")
+    images = torch.cat([batch.images for batch in batches])
+    assert len(images) == 23
+    assert (images[6, 0].numpy() == grey).all()
+    train = [part for parts in open_data(recipe, tmp_path, CPU).train.epoch(0) for part in parts]
+    assert {failure.name for part in train for failure in part.failures} == {f"0004 of {tmp_path / 'train-0000.tar'}"}
+
+
+def test_a_stream_of_the_wrong_labels_or_of_nothing_is_an_error(tmp_path):
+    pytest.importorskip("webdataset")
+    recipe = make_shards(tmp_path, {(5, "cls"): b"3"})
+    with pytest.raises(ValueError, match="an image has label 3, but the head has 3 classes"):
+        list(open_data(recipe, tmp_path, CPU).train.epoch(0))
+    make_shards(tmp_path, {(i, "png"): b"no image" for i in range(24)})
+    with pytest.raises(ValueError, match="not one batch of images could be read from the stream"):
+        next(open_data(recipe, tmp_path, CPU).train.epoch(0))
+    with pytest.raises(ValueError, match="3 in a batch is not an even number"):
+        open_data(recipe.changed({"mixup": 0.2, "grad_accum_steps": 2}), tmp_path, CPU)
+
+
+def test_a_model_trained_on_a_stream_is_validated_on_one(tmp_path):
+    pytest.importorskip("webdataset")
+    (tmp_path / "data").mkdir()
+    recipe = make_shards(tmp_path / "data")
+    weights = tmp_path / "model.safetensors"
+    describe = {name: getattr(recipe, name) for name in ("model_kwargs", "img_size", "crop_pct", "mean", "std")}
+    described = Description(recipe.model, 3, recipe.head, recipe=recipe.to_dict(), **describe)
+    save_weights(build_model(recipe, 3), described, weights)
+    assert validate(weights, tmp_path / "data", device="cpu").images == 24
+
+
+def test_each_process_counts_the_images_of_a_small_set_alone_and_shares_those_of_others(tmp_path):
+    second = Process(CPU.device, 1, 2)
+    batches, sharded = open_validation(tiny_recipe(), tiny_arrays(tmp_path / "arrays"), None, 3, second)
+    assert (sum(len(batch.labels) for batch in batches), sharded) == (20, False)
+    batches, sharded = open_validation(tiny_recipe(), tiny_folders(tmp_path / "tree"), None, 3, second)
+    assert (sum(len(batch.labels) for batch in batches), sharded) == (4, True)
+
+
+def test_the_folders_of_the_reader_are_the_leaves(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / ".hidden").mkdir()
+    assert sorted(files.class_folders(tmp_path)) == [str(tmp_path / "a" / "b"), str(tmp_path / "c")]

@@ -1,0 +1,405 @@
+"""Where images come from, and what happens to those that cannot be read."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from grassy.data.batch_transforms import Preparation
+from grassy.data.decode import to_rgb
+from grassy.data.images import open_images
+from grassy.data.loader import (
+    Batch,
+    Failure,
+    Share,
+    ValidationLoader,
+    checked,
+    on_device,
+    processors,
+    worker_options,
+)
+from grassy.data.run_data import open_data, open_validation
+from grassy.data.transforms import eval_transform
+from grassy.distributed.processes import Process
+from grassy.inference.evaluate import evaluate
+from grassy.runs.recipe import Recipe
+from training_cases import tiny_arrays, tiny_folders, tiny_recipe
+
+CPU = Process(torch.device("cpu"))
+
+
+# ------------------------------------------------------------------------------------------------ sources
+
+
+def test_class_folders_give_images_labels_and_names(tmp_path):
+    images = open_images("", tiny_folders(tmp_path), "train")
+    assert images.class_names == ["cat", "dog", "owl"]
+    assert len(images) == 18
+    assert np.bincount(images.labels()).tolist() == [6, 6, 6]
+    image, label = images.load(17)
+    assert (image.size, image.mode, label) == ((12, 12), "RGB", 2)
+    assert images.name(17).endswith("train/owl/5.png")
+
+
+def test_images_of_all_usual_formats_are_taken(tmp_path):
+    folder = tiny_folders(tmp_path)
+    for number, suffix in enumerate(("webp", "bmp", "tif", "jpeg")):
+        file = folder / "train" / "owl" / f"{number}.png"
+        Image.open(file).save(file.with_suffix(f".{suffix}"))
+        file.unlink()
+    images = open_images("", folder, "train")
+    assert len(images) == 18
+    assert {Path(images.name(i)).suffix for i in range(12, 18)} == {".webp", ".bmp", ".tif", ".jpeg", ".png"}
+    assert all(images.load(i)[0].mode == "RGB" for i in range(12, 18))
+    notes = open_data(tiny_recipe(), folder, Process(torch.device("cpu"))).notes
+    assert "among 18 training images there are 1 .bmp, 1 .tif, 1 .webp: if they are not meant, move them away" in notes
+
+
+def test_a_validation_set_that_lacks_a_class_keeps_the_numbers_of_the_training_set(tmp_path):
+    folder = tiny_folders(tmp_path)
+    for file in (folder / "val" / "cat").iterdir():
+        file.unlink()
+    (folder / "val" / "cat").rmdir()
+    train = open_images("", folder, "train")
+    assert sorted(set(open_images("", folder, "validation", train.class_names).labels())) == [1, 2]
+
+
+def test_a_tar_of_class_folders_is_read_like_the_folders(tmp_path):
+    folder = tiny_folders(tmp_path / "tree")
+    for split in ("train", "val"):
+        with tarfile.open(tmp_path / f"{split}.tar", "w") as tar:
+            tar.add(folder / split, arcname=".")
+    train = open_images("", tmp_path, "train")
+    assert (len(train), train.class_names) == (18, ["cat", "dog", "owl"])
+    assert train.load(0)[0].tobytes() == open_images("", folder, "train").load(0)[0].tobytes()
+    assert len(open_images("", tmp_path, "validation", train.class_names)) == 9
+
+
+def make_tar(path, folder, arcname="."):
+    with tarfile.open(path, "w") as tar:
+        tar.add(folder, arcname=arcname)
+
+
+def test_tars_of_one_class_each_are_named_after_their_class_whatever_their_paths_begin_with(tmp_path):
+    folder = tiny_folders(tmp_path / "tree")
+    (tmp_path / "train").mkdir()
+    for name, arcname in (("cat", "."), ("dog", ""), ("owl", "owl")):
+        make_tar(tmp_path / "train" / f"{name}.tar", folder / "train" / name, arcname)
+    (tmp_path / "train" / "._cat.tar").write_bytes(b"not a tar")
+    train = open_images("", tmp_path, "train")
+    assert train.class_names == ["cat", "dog", "owl"]
+    assert np.bincount(train.labels()).tolist() == [6, 6, 6]
+    assert train.load(17)[1] == 2
+
+
+def test_a_class_in_a_validation_tar_that_the_training_tar_lacks_is_refused(tmp_path):
+    folder = tiny_folders(tmp_path / "tree")
+    make_tar(tmp_path / "train.tar", folder / "train")
+    (folder / "val" / "dog").rename(folder / "val" / "zebra")
+    make_tar(tmp_path / "val.tar", folder / "val")
+    with pytest.raises(ValueError, match=r"zebra of .*val\.tar is a class that the training set does not have"):
+        open_data(tiny_recipe(), tmp_path, CPU)
+
+
+def test_tars_that_are_none_or_hold_nothing_are_named(tmp_path):
+    file = tmp_path / "train.tar"
+    for content in (b"", b"not a tar" * 100):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"train\.tar is not a tar, or a damaged one"):
+            open_images("", tmp_path, "train")
+    (tmp_path / "nothing").mkdir()
+    make_tar(file, tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"train\.tar holds no images"):
+        open_images("", tmp_path, "train")
+    make_tar(file, tiny_folders(tmp_path / "tree") / "train" / "cat")
+    with pytest.raises(ValueError, match=r"0\.png of .*train\.tar lies in no class folder"):
+        open_images("", tmp_path, "train")
+
+
+def test_images_beside_the_class_folders_are_refused_by_name(tmp_path):
+    folder = tiny_folders(tmp_path)
+    Image.new("RGB", (4, 4)).save(folder / "train" / "overview.png")
+    with pytest.raises(ValueError, match=r"train/overview\.png lies in no class folder"):
+        open_images("", folder, "train")
+
+
+def test_hidden_folders_and_files_are_not_looked_at(tmp_path):
+    folder = tiny_folders(tmp_path / "tree")
+    for hidden in (".ipynb_checkpoints", "cat/.ipynb_checkpoints", ".trash/cat", ".trash/yak"):
+        for split in ("train", "val"):
+            (folder / split / hidden).mkdir(parents=True)
+            Image.new("RGB", (4, 4)).save(folder / split / hidden / "copy.png")
+    (folder / "train" / "dog" / "._0.png").write_bytes(b"what some systems leave")
+    (folder / "train" / "dog" / ".empty").mkdir()
+    for split in ("train", "val"):
+        make_tar(tmp_path / f"{split}.tar", folder / split)
+    for place in (folder, tmp_path):
+        train = open_images("", place, "train")
+        assert (len(train), train.class_names) == (18, ["cat", "dog", "owl"])
+        assert np.bincount(train.labels()).tolist() == [6, 6, 6]
+        assert len(open_images("", place, "validation", train.class_names)) == 9
+
+
+def test_labels_of_arrays_follow_the_names_of_the_training_set(tmp_path):
+    folder = tiny_arrays(tmp_path)
+    with np.load(folder / "test.npz") as arrays:
+        x, y, names = (arrays[key] for key in ("x", "y", "classes"))
+    train = open_images("", folder, "train")
+    np.savez(folder / "test.npz", x=x, y=2 - y, classes=names[::-1])
+    held_out = open_images("", folder, "validation", train.class_names)
+    assert held_out.class_names == train.class_names
+    assert (held_out.labels() == y).all()
+    np.savez(folder / "test.npz", x=x, y=y, classes=["class 0", "class 1", "zebra"])
+    with pytest.raises(ValueError, match=r"test\.npz has the class 'zebra', which the training set does not have"):
+        open_data(tiny_recipe(), folder, CPU)
+    np.savez(folder / "test.npz", x=x, y=y, classes=["class 1", "class 0"])
+    with pytest.raises(ValueError, match=r"test\.npz has the label 2, but names only 2 classes"):
+        open_data(tiny_recipe(), folder, CPU)
+
+
+def test_training_on_one_file_is_refused_since_it_would_be_validated_on_as_well(tmp_path):
+    folder = tiny_arrays(tmp_path)
+    with pytest.raises(ValueError, match=r"one file, .*: give a folder with train\.npz and validation\.npz"):
+        open_data(tiny_recipe(), folder / "train.npz", CPU)
+    make_tar(tmp_path / "all.tar", tiny_folders(tmp_path / "tree") / "train")
+    with pytest.raises(ValueError, match=r"all\.tar is one file, .* with train\.tar and validation\.tar"):
+        open_data(tiny_recipe(), tmp_path / "all.tar", CPU)
+    assert len(open_validation(tiny_recipe(), folder / "test.npz", None, 3, CPU)[0]) == 3  # of batches
+
+
+def test_an_image_of_sixteen_bits_is_scaled_to_eight_and_not_clipped(tmp_path):
+    folder = tiny_folders(tmp_path)
+    grey = np.arange(144, dtype=np.uint16).reshape(12, 12)
+    Image.fromarray(grey * 257).save(folder / "train" / "cat" / "0.png")
+    image, _ = open_images("", folder, "train").load(0)
+    assert image.mode == "RGB"
+    assert (np.asarray(image) == grey[..., None]).all()
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
+def test_formats_differ_in_what_pillow_makes_of_sixteen_bits(tmp_path, suffix):
+    grey = np.arange(144, dtype=np.uint16).reshape(12, 12)
+    Image.fromarray(grey * 257).save(tmp_path / f"deep.{suffix}")
+    assert (np.asarray(to_rgb(Image.open(tmp_path / f"deep.{suffix}"))) == grey[..., None]).all()
+
+
+def test_pixels_of_unknown_range_are_refused():
+    with pytest.raises(ValueError, match="its pixels are floats of unknown range"):
+        to_rgb(Image.fromarray(np.ones((2, 2), np.float32)))
+    with pytest.raises(ValueError, match="its pixels are 32-bit integers of unknown range"):
+        to_rgb(Image.fromarray(np.full((2, 2), 65536, np.int32)))
+
+
+def test_arrays_are_read_from_a_folder_or_a_file_grey_ones_too(tmp_path):
+    folder = tiny_arrays(tmp_path)
+    train = open_images("", folder, "train")
+    assert (len(train), train.class_names) == (40, ["class 0", "class 1", "class 2"])
+    assert len(open_images("", folder, "validation")) == 20
+    assert len(open_images("", folder / "train.npz", "train")) == 40
+    np.savez(tmp_path / "grey.npz", images=np.full((2, 4, 4), 7, np.uint8), labels=np.array([0, 1]))
+    image, label = open_images("", tmp_path / "grey.npz", "train").load(1)
+    assert (image.size, image.getpixel((0, 0)), label) == ((4, 4), (7, 7, 7), 1)
+
+
+def test_the_digits_need_no_folder_and_their_splits_do_not_overlap():
+    train, test = open_images("digits", None, "train"), open_images("digits", None, "validation")
+    assert len(train) + len(test) == 1797
+    assert len(np.unique(np.concatenate([train.images, test.images]), axis=0)) == 1797
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": np.zeros((2, 4, 4, 3))}, "must hold x"),
+        ({"x": np.zeros((2, 4, 4, 3)), "y": np.zeros(2, int)}, "must be uint8"),
+        ({"x": np.zeros((2, 4, 4, 3), np.uint8), "y": np.zeros(3, int)}, "must be 2 integers"),
+        ({"x": np.zeros((2, 4, 4, 3), np.uint8), "y": np.array([0, -1])}, "must not be negative"),
+        ({"x": np.zeros((0, 4, 4, 3), np.uint8), "y": np.zeros(0, int)}, "holds no images"),
+        ({"x": np.array([{}], dtype=object), "y": np.zeros(1, int)}, "cannot be read as .npz"),  # would need pickle
+    ],
+)
+def test_arrays_of_the_wrong_kind_are_refused(tmp_path, arrays, message):
+    np.savez(tmp_path / "train.npz", **arrays)
+    with pytest.raises(ValueError, match=message):
+        open_images("", tmp_path, "train")
+
+
+def test_a_damaged_npz_file_is_named(tmp_path):
+    (tmp_path / "train.npz").write_bytes(b"PK\x03\x04 and then nothing")
+    with pytest.raises(ValueError, match=r"train\.npz cannot be read"):
+        open_images("", tmp_path, "train")
+
+
+def test_a_missing_folder_a_missing_split_and_an_empty_class_are_named(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        open_images("", tmp_path / "nowhere", "train")
+    with pytest.raises(ValueError, match="give --data-dir"):
+        open_images("", None, "train")
+    with pytest.raises(ValueError, match="has no folder train or training; it is empty"):
+        open_images("", tmp_path, "train")
+    folder = tiny_folders(tmp_path / "tree")
+    with pytest.raises(ValueError, match="has no folder holdout; found train, val"):
+        open_images("", folder, "holdout")
+    (folder / "train" / "yak").mkdir()
+    with pytest.raises(ValueError, match=r"class folder .*train/yak holds no images"):
+        open_images("", folder, "train")
+    (folder / "train" / "yak" / "wild").mkdir()
+    with pytest.raises(ValueError, match=r"class folder .*train/yak/wild holds no images"):
+        open_images("", folder, "train")
+    (folder / "train" / "yak" / "wild").rmdir()
+    (folder / "train" / "yak").rmdir()
+    (folder / "val" / "zebra").mkdir()
+    with pytest.raises(ValueError, match=r"zebra is a class that the training set does not have"):
+        open_images("", folder, "val", ["cat", "dog", "owl"])
+
+
+def test_labels_beyond_the_head_are_named_before_training(tmp_path):
+    with pytest.raises(ValueError, match=r"train\.npz\[2\] has label 2, but the head has 2 classes"):
+        open_data(tiny_recipe(num_classes=2), tiny_arrays(tmp_path), CPU)
+
+
+def test_an_unknown_reader_of_timm_is_one_line(tmp_path):
+    with pytest.raises(ValueError, match="Unknown torchvision dataset"):
+        open_images("torch/nonsense", tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("torhc/cifar100", "did you mean 'torch/'"), ("digit", "did you mean 'digits'"), ("foo/bar", ""),
+                       ("imagefolder", ""), ("torch/", ""), ("wds", "did you mean 'wds/'")]
+)  # fmt: skip
+def test_what_is_no_data_set_is_not_taken_for_a_folder(name, hint, tmp_path):
+    """timm would, and find training and validation images in the same place."""
+    folder = tiny_folders(tmp_path / "data")
+    with pytest.raises(ValueError, match=f"empty for folders, tars and .npz files .*{name}.*{hint}"):
+        open_images(name, folder, "train")
+    with pytest.raises(ValueError, match="dataset must be"):
+        Recipe(dataset=name)
+
+
+def test_a_data_set_of_torchvision_that_is_not_there_is_one_line_without_advice_that_does_not_apply(tmp_path):
+    with pytest.raises(ValueError, match=r"torch/cifar100 in .*not found.* grassy downloads nothing"):
+        open_images("torch/cifar100", tmp_path, "train")
+
+
+def test_the_digits_have_no_other_split():
+    with pytest.raises(ValueError, match="no split 'tset': it is one of train and val"):
+        open_images("digits", None, "tset")
+
+
+def test_the_digits_have_no_folder(tmp_path):
+    with pytest.raises(ValueError, match=r"digits, which has no files: for the images in .* it must be empty"):
+        open_images("digits", tmp_path, "train")
+
+
+# ------------------------------------------------------------------------------------------------ broken images
+
+
+def test_a_broken_image_gives_way_to_the_next_in_training_and_does_not_count_in_validation(tmp_path):
+    folder = tiny_folders(tmp_path)
+    whole = io.BytesIO()
+    Image.new("RGB", (12, 12)).save(whole, "png")
+    (folder / "train" / "cat" / "0.png").write_bytes(whole.getvalue()[:50])
+    (folder / "val" / "dog" / "1.png").write_bytes(b"not an image")
+    data = open_data(tiny_recipe(batch_size=18), folder, CPU)
+    ((batch,),) = data.train.epoch(0)
+    assert [failure.name for failure in batch.failures] == [str(folder / "train" / "cat" / "0.png")]
+    assert len(batch.images) == 18
+    assert sorted(batch.indices) == [1, *range(1, 18)]
+    (batch,) = data.validation
+    assert batch.failures == [Failure(str(folder / "val" / "dog" / "1.png"), "not an image that Pillow knows")]
+    assert batch.labels.tolist().count(-1) == 1
+
+
+def test_a_set_of_nothing_but_broken_images_is_an_error(tmp_path):
+    folder = tiny_folders(tmp_path, classes=("cat",), images=25)
+    for file in (folder / "train" / "cat").iterdir():
+        file.write_bytes(b"")
+    data = open_data(tiny_recipe(), folder, CPU)
+    with pytest.raises(ValueError, match="20 images in a row cannot be read"):
+        next(data.train.epoch(0))
+
+
+def test_a_validation_batch_without_a_readable_image_is_passed_over(tmp_path):
+    folder = tiny_folders(tmp_path)
+    for file in (folder / "val" / "cat").iterdir():
+        file.write_bytes(b"")
+    recipe = tiny_recipe(val_batch_size=3)
+    data = open_data(recipe, folder, CPU)
+    prepare = Preparation(recipe.mean, recipe.std, CPU.device)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 3))  # needs its 8x8 pixels
+    metrics, failures = evaluate(model, data.validation, prepare, CPU.device)
+    assert (metrics.images, len(failures)) == (6, 3)
+    for file in (folder / "val").glob("*/*.png"):
+        file.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"none of the images could be read, .*png first: not an image that Pillow"):
+        evaluate(model, data.validation, prepare, CPU.device)
+
+
+class Unlabelled:
+    """Images whose labels are known only when they are read, as those of Hugging Face's data sets."""
+
+    class_names = None
+
+    def __init__(self, labels):
+        self.all = labels
+
+    def __len__(self):
+        return len(self.all)
+
+    def load(self, index):
+        return Image.new("RGB", (8, 8)), self.all[index]
+
+    def name(self, index):
+        return f"image {index}"
+
+    def labels(self):
+        return None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_label_beyond_the_head_is_named_when_it_is_first_seen(workers):
+    transform = eval_transform(8, 1.0, "bilinear")
+    loader = ValidationLoader(Unlabelled([0, 2, 3]), transform, 3, Share(), workers, CPU.device, num_classes=3)
+    with pytest.raises(ValueError, match=r"^image 2 has label 3, but the head has 3 classes \(0 to 2\)$"):
+        next(iter(loader))
+    loader = ValidationLoader(Unlabelled([0, -1, 2]), transform, 3, Share(), workers, CPU.device, num_classes=3)
+    (batch,) = loader
+    assert batch.labels.tolist() == [0, -1, 2]
+    assert batch.failures == [Failure("image 1", "its label is -1")]
+
+
+def test_a_label_of_a_stream_is_checked_without_a_name():
+    def batch(*labels):
+        return Batch(torch.zeros(2, 3, 8, 8), torch.tensor(labels))
+
+    assert len(list(checked([batch(0, 1), batch(2, 0)], 3))) == 2
+    for label in (3, -1):
+        with pytest.raises(ValueError, match=f"an image has label {label}, but the head has 3 classes"):
+            list(checked([batch(0, label)], 3))
+
+
+def test_there_are_no_more_workers_than_processors(tmp_path, recwarn):
+    data = open_data(tiny_recipe(workers=processors() + 7), tiny_folders(tmp_path), CPU)
+    assert data.train._loader.num_workers == data.validation._loader.num_workers == processors()
+    assert not [warning for warning in recwarn if "worker processes" in str(warning.message)]
+    assert worker_options(processors() + 1, CPU.device)["num_workers"] == processors() + 1  # a stream's order needs it
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_batch_goes_to_the_device_without_waiting_for_the_next():
+    drawn = []
+
+    def batches():
+        for number in range(3):
+            drawn.append(number)
+            yield Batch(torch.full((2, 3, 4, 4), number, dtype=torch.uint8), torch.tensor([number, number]))
+
+    device = torch.device("cuda", 0)
+    for number, batch in enumerate(on_device(batches(), device)):
+        assert drawn == list(range(number + 1))
+        assert batch.images.device == batch.labels.device == device
+        assert (batch.images == number).all()

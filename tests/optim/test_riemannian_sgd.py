@@ -1,0 +1,424 @@
+"""Algorithm 1: the optimizer against a literal transcription, its invariances, and the hazards of the design."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import grassy
+from grassy import geometry as g
+from grassy import kernels
+from grassy.optim import RiemannianSGD
+
+F64 = torch.float64
+
+
+def algorithm_1(s, m, d, tau, mu, variant=False):
+    """The paper's Algorithm 1, descending, in its columns (C, n, k), by thin SVD; the variant of its appendix by QR."""
+    grad = d - s @ (s.mT @ d)  # step 1
+    m = m - s @ (s.mT @ m)  # step 2
+    m = mu * m + grad  # step 3
+    if variant:
+        q, r = torch.linalg.qr(s - tau * m)
+        return q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2), m
+    u, sigma, vt = torch.linalg.svd(-m, full_matrices=False)  # step 4, against the momentum
+    cos, sin = (tau * sigma).cos().unsqueeze(-2), (tau * sigma).sin().unsqueeze(-2)
+    return (s @ vt.mT * cos + u * sin) @ vt, m
+
+
+def a_problem(c, k, n, dtype=F64):
+    """A smooth function on the product of Grassmannians, so that gradients follow the subspaces."""
+    matrix = torch.randn(c, n, n, dtype=dtype)
+    return lambda w: (w @ matrix).square().sum() / 10 + (w @ matrix @ w.mT).sum()
+
+
+def train(w, function, steps, **options):
+    p = nn.Parameter(w.clone())
+    optimizer = RiemannianSGD([p], **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        function(p).backward()
+        optimizer.step()
+    return p.detach(), optimizer
+
+
+@pytest.mark.parametrize("variant", [False, True], ids=["geodesic", "qf"])
+@pytest.mark.parametrize(("c", "k", "n"), [(5, 3, 10), (1, 1, 4), (3, 8, 64), (4, 2, 2)])
+def test_200_steps_agree_with_the_literal_algorithm(variant, c, k, n):
+    w = g.random_subspace(c, k, n, dtype=F64)
+    function = a_problem(c, k, n)
+    s, m = w.mT.clone(), torch.zeros(c, n, k, dtype=F64)
+    for _ in range(200):
+        leaf = s.clone().requires_grad_()
+        (d,) = torch.autograd.grad(function(leaf.mT), leaf)
+        s, m = algorithm_1(s, m, d, tau=1e-3, mu=0.9, variant=variant)
+    result, optimizer = train(w, function, 200, lr=1e-3, retraction="qf" if variant else "geodesic")
+    assert torch.allclose(result, s.mT, atol=1e-9)
+    assert torch.allclose(optimizer.state_dict()["state"][0]["momentum_buffer"], m.mT, atol=1e-8)
+    if k < n:
+        assert g.distance(result, w).min() > 0.05  # it did move
+
+
+def test_the_momentum_is_a_tangent_vector_and_parallel_transport_takes_it_along():
+    w = g.random_subspace(4, 3, 9, dtype=F64)
+    d = torch.randn(2, 4, 3, 9, dtype=F64)
+    buffer, moved = torch.zeros_like(w), w.clone()
+    kernels.geodesic_step(moved, d[0], buffer, 0.3, 0.9, transport="parallel")
+    h = g.project(w, d[0])
+    assert torch.allclose(moved, g.geodesic(w, -h, 0.3), atol=1e-12)
+    assert torch.allclose(buffer, g.transport(w, -h, h, 0.3), atol=1e-12)
+    assert (buffer @ moved.mT).abs().max() < 1e-12
+    projected = torch.zeros_like(w)
+    kernels.geodesic_step(w.clone(), d[0], projected, 0.3, 0.9)
+    assert torch.allclose(projected, h, atol=1e-12)
+
+
+def test_the_optimizer_passes_its_options_to_the_step():
+    w, d = g.random_subspace(4, 3, 9, dtype=F64), torch.randn(2, 4, 3, 9, dtype=F64)
+    for options in (
+        {"transport": "parallel"},
+        {"max_angle": 0.05},
+        {"retraction": "qf"},
+        {"maximize": True},
+        {"momentum": 0.5},
+        {"momentum": 0.0},
+    ):
+        p = nn.Parameter(w.clone())
+        optimizer = RiemannianSGD([p], **{"lr": 0.3, "momentum": 0.9, **options})
+        expected = w.clone()
+        momentum = options.get("momentum", 0.9)
+        buffer = torch.zeros_like(w) if momentum else None
+        others = {name: value for name, value in options.items() if name != "momentum"}
+        for gradient in d:
+            p.grad = gradient
+            optimizer.step()
+            kernels.geodesic_step(expected, gradient, buffer, 0.3, momentum, **others)
+        assert torch.equal(p, expected), options
+        assert ("momentum_buffer" in optimizer.state[p]) == bool(momentum)
+
+
+def test_momentum_may_be_switched_on_later_and_an_older_state_loaded():
+    p = nn.Parameter(g.random_subspace(4, 3, 9))
+    optimizer = RiemannianSGD([p], lr=0.1, momentum=0.0)
+    assert optimizer.skipped_classes == 0
+    assert optimizer.state_dict()["state"] == {}  # asking leaves no trace
+    p.grad = torch.randn_like(p)
+    optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.9
+    optimizer.step()
+    assert optimizer.state[p]["momentum_buffer"].abs().sum() > 0
+    state = optimizer.state_dict()
+    state["state"][0] = {"momentum_buffer": state["state"][0]["momentum_buffer"]}
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    assert optimizer.capped_classes == 0
+
+
+def test_the_tangent_is_orthogonal_to_a_weight_that_is_orthonormal_only_to_rounding():
+    w = g.random_subspace(20, 4, 16, dtype=F64)
+    w += 1e-5 * torch.randn_like(w)
+    buffer = torch.zeros_like(w)
+    kernels.geodesic_step(w.clone(), torch.randn_like(w), buffer, 1e-3, 0.9)
+    assert (buffer @ w.mT).abs().max() < 1e-8  # a plain projection would leave 1e-5
+
+
+def test_huge_gradients_turn_a_class_by_the_largest_angle_allowed():
+    w = g.random_subspace(4, 3, 9)
+    moved = w.clone()
+    counts = kernels.geodesic_step(moved, 1e11 * torch.randn_like(w), None, 1.0, 0.0, max_angle=0.1)
+    assert int(counts.capped) == 4
+    assert torch.allclose(g.principal_angles(w, moved)[:, -1], torch.tensor(0.1), rtol=0.01)
+
+
+def test_float32_stays_orthonormal_over_20000_steps_with_random_gradients():
+    w = g.random_subspace(20, 8, 64)
+    buffer, worst = torch.zeros_like(w), 0.0
+    for _ in range(20_000):
+        kernels.geodesic_step(w, torch.randn_like(w), buffer, 0.1, 0.9)
+        worst = max(worst, float(g.orthonormality_error(w)))
+    assert worst < 1e-6
+
+
+@pytest.mark.parametrize("n", [768, 8192])
+def test_wide_features_start_and_stay_orthonormal_too(n):
+    w = g.random_subspace(20, 8, n)
+    buffer = torch.zeros_like(w)
+    for _ in range(20):
+        assert g.orthonormality_error(w.double()) < 6e-7  # in float64: the measure itself has no rounding
+        assert g.orthonormality_error(w) < 1e-6
+        kernels.geodesic_step(w, 1e-2 * torch.randn_like(w), buffer, 0.1, 0.9)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 30.0, 1e4])
+def test_one_float32_step_stays_near_the_float64_step_whatever_its_size(size):
+    w = g.random_subspace(50, 8, 257, dtype=F64)
+    d = torch.randn_like(w)
+    d *= size / torch.linalg.matrix_norm(g.project(w, d), 2)[:, None, None]  # the largest turn, in radians
+    exact, single = w.clone(), w.float()
+    kernels.geodesic_step(exact, d, None, 1.0, 0.0)
+    kernels.geodesic_step(single, d.float(), None, 1.0, 0.0)
+    angle = min(size, 64.0)
+    assert g.distance(single.double(), exact).max() < 1e-6 * max(1.0, angle)
+    assert g.orthonormality_error(single) < 1e-6
+
+
+@pytest.mark.parametrize("transport", ["projection", "parallel"])
+def test_a_change_of_basis_changes_nothing(transport):
+    w = g.random_subspace(6, 4, 12, dtype=F64)
+    x = torch.randn(30, 12, dtype=F64)
+    labels = torch.randint(0, 6, (30,))
+    rotation = g.random_subspace(6, 4, 4, dtype=F64)
+
+    def loss(weight):
+        return nn.functional.cross_entropy(kernels.subspace_logits(x, weight, 10.0), labels)
+
+    one, _ = train(w, loss, 50, lr=0.3, transport=transport)
+    other, _ = train(rotation @ w, loss, 50, lr=0.3, transport=transport)
+    assert torch.allclose(
+        kernels.subspace_logits(x, rotation @ w, 10.0), kernels.subspace_logits(x, w, 10.0), atol=1e-12
+    )
+    assert torch.allclose(other, rotation @ one, atol=1e-9)
+    assert g.distance(one, other).max() < 1e-9
+    assert g.distance(one, w).min() > 0.1
+
+
+def test_a_change_of_basis_changes_nothing_for_qf_without_momentum():
+    w, rotation = g.random_subspace(6, 4, 12, dtype=F64), g.random_subspace(6, 4, 4, dtype=F64)
+    d = torch.randn_like(w)
+    one, other = w.clone(), rotation @ w
+    kernels.geodesic_step(one, d, None, 0.3, 0.0, retraction="qf")
+    kernels.geodesic_step(other, rotation @ d, None, 0.3, 0.0, retraction="qf")
+    assert g.distance(one, other).max() < 1e-9
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-2, 1.0, 60.0])
+@pytest.mark.parametrize("rank", [1, 4])  # of one direction alone, W - D is far from orthonormal
+@pytest.mark.parametrize(("dtype", "tolerance"), [(F64, 1e-12), (torch.float32, 2e-6)], ids=["float64", "float32"])
+def test_qf_by_gram_matrices_is_the_qf_of_a_qr(size, rank, dtype, tolerance):
+    w = g.random_subspace(5, 4, 30, dtype=dtype)
+    w[2, 1:] = 0
+    d = g.project(w, torch.randn(5, 4, rank, dtype=dtype) @ torch.randn(5, rank, 30, dtype=dtype))
+    d[2, 1:] = 0
+    d[0] = 1e-3 * d[0]
+    d *= size / torch.linalg.matrix_norm(d).amax()
+    expected = g.retract_qf(w.double(), -d.double())
+    kernels.geodesic_step(w, d, None, 1.0, retraction="qf", impl="reference")
+    assert (w - expected).abs().max() < tolerance * max(1, size)  # so much does rounding in D turn the result
+    assert g.orthonormality_error(w) < tolerance
+
+
+def test_a_single_sample_turns_one_direction_towards_itself():
+    """Paper, Eq. 9: only the vector of the subspace nearest to the feature moves."""
+    head = grassy.GrassmannHead(16, 3, k=4, gamma=1.0, dtype=F64)
+    x = torch.randn(1, 16, dtype=F64)
+    (gradient,) = torch.autograd.grad(head(x)[0, 1], head.weight)
+    h = g.project(head.weight, gradient)
+    assert (h[[0, 2]] == 0).all()
+    singular_values = torch.linalg.svdvals(h[1])
+    assert singular_values[0] > 1e-3
+    assert (singular_values[1:] < 1e-12).all()
+    unit = (x / x.norm()).squeeze()
+    w1 = head.weight[1]
+    residual = unit - w1.mT @ (w1 @ unit)  # Proposition 1 and Eq. 8, with the basis the weight has
+    assert torch.allclose(h[1], torch.outer(w1 @ unit, residual) / (w1 @ unit).norm(), atol=1e-12)
+
+
+def test_maximize_ascends():
+    w, d = g.random_subspace(3, 2, 7, dtype=F64), torch.randn(3, 2, 7, dtype=F64)
+    up, down = w.clone(), w.clone()
+    kernels.geodesic_step(up, d, torch.zeros_like(w), 0.1, 0.9, maximize=True)
+    kernels.geodesic_step(down, -d, torch.zeros_like(w), 0.1, 0.9)
+    assert torch.equal(up, down)
+    toy = torch.tensor([[3.0, 4.0]])  # the toy of Section 4.2: the line that holds most of a vector is its own
+    result, _ = train(
+        torch.tensor([[[1.0, 0.0]]]), lambda p: kernels.subspace_logits(toy, p, 5.0).sum(), 200, lr=0.05, maximize=True
+    )
+    assert torch.allclose(result.abs(), torch.tensor([[[0.6, 0.8]]]), atol=1e-4)
+
+
+@pytest.mark.parametrize("max_angle", [0.05, 0.5])
+def test_max_angle_limits_the_turn_of_each_class_and_leaves_smaller_turns_alone(max_angle):
+    w = g.random_subspace(40, 8, 20, dtype=F64)
+    d = torch.randn_like(w) * torch.logspace(-4, 1, 40, dtype=F64)[:, None, None]
+    free, limited = w.clone(), w.clone()
+    free_counts = kernels.geodesic_step(free, d, None, 0.05, 0.0)
+    counts = kernels.geodesic_step(limited, d, None, 0.05, 0.0, max_angle=max_angle)
+    asked = 0.05 * torch.linalg.matrix_norm(g.project(w, d), 2)
+    turned = g.principal_angles(w, limited)[:, -1]
+    assert (turned <= max_angle + 1e-12).all()
+    assert torch.allclose(turned[asked > max_angle * 1.01], torch.tensor(max_angle, dtype=F64), rtol=0.006)
+    small = asked < max_angle * 0.99
+    assert torch.equal(limited[small], free[small])
+    assert int((asked > max_angle * 1.01).sum()) <= int(counts.capped) <= int((asked > max_angle * 0.99).sum())
+    assert int(free_counts.capped) == 0
+
+
+def test_an_insane_turn_is_scaled_down_and_counted():
+    p = nn.Parameter(g.random_subspace(4, 3, 9))
+    optimizer = RiemannianSGD([p], lr=1.0)
+    p.grad = 1e6 * torch.randn_like(p)
+    optimizer.step()
+    assert optimizer.capped_classes == 4
+    assert g.orthonormality_error(p.detach()) < 1e-6
+
+
+def test_gradients_and_momentum_may_be_bfloat16():
+    w, d = g.random_subspace(5, 4, 64), torch.randn(5, 4, 64)
+    exact, rough = w.clone(), w.clone()
+    buffer = torch.zeros_like(w, dtype=torch.bfloat16)
+    kernels.geodesic_step(exact, d, None, 0.1, 0.0)
+    kernels.geodesic_step(rough, d.bfloat16(), buffer, 0.1, 0.9)
+    assert buffer.dtype == torch.bfloat16
+    assert g.distance(exact, rough).max() < 0.02
+    assert g.orthonormality_error(rough) < 1e-6
+
+
+def test_the_optimizer_keeps_its_momentum_in_bfloat16_if_asked_to():
+    w = g.random_subspace(5, 3, 40)
+    parameters = [torch.nn.Parameter(w.clone()) for _ in range(3)]
+    optimizers = [grassy.RiemannianSGD([p], lr=0.05, bfloat16_momentum=i > 0) for i, p in enumerate(parameters)]
+    for step in range(20):
+        if step == 10:  # the third goes on from a checkpoint
+            saved = io.BytesIO()
+            torch.save(optimizers[1].state_dict(), saved)
+            saved.seek(0)
+            parameters[2].data.copy_(parameters[1].data)
+            optimizers[2].load_state_dict(torch.load(saved, weights_only=True))
+        grad = torch.randn_like(w)
+        for p, optimizer in zip(parameters, optimizers, strict=True):
+            p.grad = grad.clone()
+            optimizer.step()
+    state = optimizers[1].state_dict()
+    for group in state["param_groups"]:
+        del group["bfloat16_momentum"]  # of before there was a choice: that of the optimizer counts
+    optimizers[1].load_state_dict(state)
+    buffers = [o.state[p]["momentum_buffer"] for p, o in zip(parameters, optimizers, strict=True)]
+    assert [buffer.dtype for buffer in buffers] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    assert torch.equal(parameters[1], parameters[2])
+    assert torch.equal(buffers[1], buffers[2])
+    assert 0 < float(g.distance(parameters[0].detach(), parameters[1].detach()).max()) < 0.05
+    assert g.orthonormality_error(parameters[1].detach()) < 1e-6
+
+
+def test_learning_rate_and_momentum_may_be_tensors():
+    w, d = g.random_subspace(5, 4, 16), torch.randn(5, 4, 16)
+    results = []
+    for lr, momentum in ((0.1, 0.9), (torch.tensor(0.1), torch.tensor(0.9))):
+        moved, buffer = w.clone(), torch.ones_like(w)
+        kernels.geodesic_step(moved, d, buffer, lr, momentum)
+        results.append(moved)
+    assert torch.allclose(*results, atol=1e-6)
+
+
+def test_non_contiguous_weights_and_gradients_are_updated_in_place():
+    base = g.random_subspace(4, 3, 8, dtype=F64)
+    strided = base.mT.contiguous().mT
+    d = torch.randn(4, 8, 3, dtype=F64).mT
+    kernels.geodesic_step(strided, d, torch.zeros_like(strided), 0.1, 0.9)
+    kernels.geodesic_step(base, d.contiguous(), torch.zeros_like(base), 0.1, 0.9)
+    assert torch.allclose(strided, base, atol=1e-13)
+
+
+def test_micro_batches_accumulate_to_one_big_batch():
+    w = g.random_subspace(5, 2, 8, dtype=F64)
+    x, labels = torch.randn(12, 8, dtype=F64), torch.randint(0, 5, (12,))
+    results = []
+    for pieces in (1, 3):
+        p = nn.Parameter(w.clone())
+        optimizer = RiemannianSGD([p], lr=0.3)
+        for _ in range(4):
+            optimizer.zero_grad()
+            for xs, ys in zip(x.chunk(pieces), labels.chunk(pieces), strict=True):
+                (nn.functional.cross_entropy(kernels.subspace_logits(xs, p, 9.0), ys) / pieces).backward()
+            optimizer.step()
+        results.append(p.detach())
+    assert torch.allclose(*results, atol=1e-12)
+
+
+def test_the_optimizer_never_writes_to_the_gradient():
+    p = nn.Parameter(g.random_subspace(5, 2, 8))
+    p.grad = torch.randn_like(p)
+    before = p.grad.clone()
+    RiemannianSGD([p], lr=0.1).step()
+    assert torch.equal(p.grad, before)
+
+
+def test_counts_go_on_after_a_state_was_loaded():
+    w = torch.nn.Parameter(g.random_subspace(4, 2, 8))
+    w.grad = torch.randn_like(w)
+    w.grad[1] = torch.nan
+    optimizer = RiemannianSGD([w], lr=0.1, max_angle=1e-3)
+    for _ in range(2):
+        optimizer.step()
+    assert (optimizer.skipped_classes, optimizer.capped_classes) == (2, 6)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other = RiemannianSGD([w], lr=0.1, max_angle=1e-3)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    other.step()
+    assert (other.skipped_classes, other.capped_classes) == (3, 9)
+    assert (optimizer.skipped_classes, optimizer.capped_classes) == (2, 6)
+    older = other.state_dict()  # as one was saved when the counts were two tensors
+    skipped, capped = older["state"][0].pop("counts")
+    older["state"][0] |= {"skipped_classes": skipped, "capped_classes": capped}
+    other.load_state_dict(older)
+    with torch.inference_mode():  # no views there that know of each other
+        other.step()
+    assert (other.skipped_classes, other.capped_classes) == (4, 12)
+
+
+def test_step_takes_a_closure_and_skips_parameters_without_a_gradient():
+    p, idle = nn.Parameter(g.random_subspace(2, 2, 8)), nn.Parameter(g.random_subspace(2, 2, 8))
+    before = idle.detach().clone()
+    optimizer = RiemannianSGD([p, idle], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = p.square().sum() + p[0, 0, 0]
+        loss.backward()
+        return loss
+
+    assert torch.is_tensor(optimizer.step(closure))
+    assert torch.equal(idle, before)
+
+
+BAD_OPTIONS = [
+    ({"lr": -0.1}, "lr must be"),
+    ({"lr": float("nan")}, "lr must be"),
+    ({"lr": 0.1, "momentum": 1.0}, "momentum must lie"),
+    ({"lr": 0.1, "retraction": "svd"}, "retraction must be one of"),
+    ({"lr": 0.1, "transport": "none"}, "transport must be one of"),
+    ({"lr": 0.1, "retraction": "qf", "transport": "parallel"}, "follows a geodesic"),
+    ({"lr": 0.1, "max_angle": 0.0}, "max_angle must be"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        RiemannianSGD([nn.Parameter(g.random_subspace(2, 2, 8))], **options)
+
+
+def test_bad_parameters_are_refused():
+    with pytest.raises(ValueError, match="empty parameter list"):
+        RiemannianSGD([], lr=0.1)
+    with pytest.raises(ValueError, match="off the manifold"):
+        RiemannianSGD([nn.Parameter(torch.randn(3, 2, 8))], lr=0.1)
+    rounded = nn.Parameter(g.random_subspace(3, 2, 8).bfloat16().float())
+    with pytest.warns(UserWarning, match="re-orthonormalised"):
+        RiemannianSGD([rounded], lr=0.1)
+    assert g.orthonormality_error(rounded.detach()) < 1e-6
+    with pytest.raises(ValueError, match=r"\(C, K, N\)"):
+        RiemannianSGD([nn.Parameter(torch.randn(3, 8))], lr=0.1)
+    with pytest.raises(TypeError, match="autocast"):
+        RiemannianSGD([nn.Parameter(g.random_subspace(2, 2, 8, dtype=torch.bfloat16))], lr=0.1)
+
+
+def test_an_unknown_implementation_is_refused():
+    w = g.random_subspace(2, 2, 8)
+    with pytest.raises(ValueError, match="impl must be"):
+        kernels.geodesic_step(w, w, None, 0.1, impl="fortran")
+    with pytest.raises(ValueError, match="one shape"):
+        kernels.geodesic_step(w, w[:1], None, 0.1)

@@ -1,0 +1,52 @@
+"""What a run says of its speed."""
+
+import re
+
+import pytest
+
+from grassy.train import progress as progress_module
+from grassy.train.loop import train
+from grassy.train.progress import Progress
+from training_cases import tiny_arrays, tiny_recipe
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 100.0
+
+        def __call__(self):
+            return self.now
+
+    found = Clock()
+    monkeypatch.setattr(progress_module.time, "monotonic", found)
+    return found
+
+
+def test_the_time_of_saving_and_validating_is_not_that_of_updates(clock, capsys):
+    progress = Progress(epochs=2, updates=100, batch_size=8)
+    clock.now += 10  # 20 updates
+    with progress.pause():
+        clock.now += 500  # a checkpoint
+    clock.now += 10  # 20 more
+    progress.report(40, 1.0)
+    assert progress.speed == pytest.approx(40 * 8 / 20)
+    assert "update 40/100: loss 1.0000, 16 images/s" in capsys.readouterr().err
+
+
+def test_the_line_of_an_epoch_has_the_speed_of_the_whole_epoch(clock, capsys):
+    progress = Progress(epochs=2, updates=100, batch_size=8)
+    clock.now += 40
+    progress.report(99, 1.0)
+    clock.now += 0.001
+    progress.report(100, 1.0)  # a last look, right after another one
+    progress.end_of_epoch(0, 1.0, None, seconds=50.0)
+    assert "epoch 1/2: loss 1.0000, 16 images/s" in capsys.readouterr().err
+
+
+def test_a_checkpoint_after_every_update_does_not_change_the_speed(tmp_path, capsys):
+    recipe = tiny_recipe(epochs=2, checkpoint_interval=1e-9)
+    state = train(recipe, tiny_arrays(tmp_path / "data"), tmp_path / "run")
+    said = [float(speed.replace(",", "")) for speed in re.findall(r"([\d,]+) images/s", capsys.readouterr().err)]
+    right = [40 / row["seconds"] for row in state.rows]
+    assert said == pytest.approx(right, rel=0.05, abs=1)

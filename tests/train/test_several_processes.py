@@ -1,0 +1,67 @@
+"""Two processes on one machine: the same weights as one process with the same batch."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+
+from grassy.inference.validate import validate
+from grassy.runs.state import STATE, read_torch
+from grassy.runs.weights import LAST, read_weights
+from grassy.train.loop import train
+from training_cases import tiny_arrays, tiny_recipe
+
+
+def torchrun(folder, recipe, data, output, *settings):
+    file = folder / f"{output.name}.yaml"
+    file.write_text(yaml.safe_dump(recipe.to_dict()))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["-m", "grassy", "train", str(file), "--data-dir", str(data), "--output", str(output), *settings]
+    run = subprocess.run([*launch, *words], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run
+
+
+@pytest.mark.parametrize(
+    "head", [{"name": "linear"}, {"name": "grassmann", "k": 2, "gamma": 8.0}], ids=["linear", "grassmann"]
+)
+def test_two_processes_end_with_the_weights_of_one_with_the_doubled_batch(tmp_path, head):
+    recipe = tiny_recipe(head=head, crop="none", hflip=0.0, batch_size=8, epochs=3)
+    data = tiny_arrays(tmp_path / "data")
+    one = train(recipe, data, tmp_path / "one")
+    run = torchrun(tmp_path, recipe, data, tmp_path / "two")
+    first, second = (read_weights(tmp_path / name / LAST) for name in ("one", "two"))
+    for key in first:
+        torch.testing.assert_close(second[key], first[key], rtol=1e-4, atol=1e-5, msg=key)
+    rows = [read_torch(tmp_path / name / STATE)["progress"]["rows"] for name in ("one", "two")]
+    assert [row["eval_top1"] for row in rows[1]] == pytest.approx([row["eval_top1"] for row in rows[0]])
+    assert run.stdout.count("best top-1") == 1  # one process speaks for both
+    assert one.epoch == 3
+
+
+def test_random_crops_and_uneven_validation_are_shared_as_well(tmp_path):
+    recipe = tiny_recipe(loader="workers", crop="resized", color_jitter=0.4, crop_pct=0.9, grad_accum_steps=2)
+    data = tiny_arrays(tmp_path / "data", images=42)
+    one = train(recipe, data, tmp_path / "one")
+    torchrun(tmp_path, recipe, data, tmp_path / "two")
+    rows = read_torch(tmp_path / "two" / STATE)["progress"]["rows"]
+    assert len(rows) == 2
+    for ours, theirs in zip(one.rows, rows, strict=True):
+        assert theirs["eval_loss"] == pytest.approx(ours["eval_loss"], rel=1e-3)
+        assert theirs["eval_top1"] == pytest.approx(ours["eval_top1"])
+        assert theirs["eval_effective_rank"] == pytest.approx(ours["eval_effective_rank"], rel=1e-3)
+        assert theirs["train_loss"] == pytest.approx(ours["train_loss"], rel=1e-3)
+
+
+def test_the_accuracy_of_a_run_is_that_of_the_weights_it_saves_batch_statistics_included(tmp_path):
+    small = {"model": "resnet18_cifar", "model_kwargs": {"channels": [4, 4, 4, 4]}, "crop_pct": 0.9, "epochs": 3}
+    data = tiny_arrays(tmp_path / "data", images=64)
+    for ema in (False, True):
+        folder = tmp_path / f"ema-{ema}"
+        torchrun(tmp_path, tiny_recipe(**small, model_ema=ema, model_ema_decay=0.5), data, folder)
+        row = read_torch(folder / STATE)["progress"]["rows"][-1]
+        metrics = validate(folder / LAST, data)
+        assert row["eval_loss"] == pytest.approx(metrics.loss, rel=1e-4)
+        assert row["eval_top1"] == pytest.approx(metrics.top1)
