@@ -361,3 +361,36 @@ def test_transport_is_the_limit_of_pymanopts_transport_by_projection_in_many_sma
     extrapolated = 2 * fine - coarse  # the error is proportional to the step
     extrapolated_more = (4 * (2 * in_small_steps(800) - fine) - extrapolated) / 3
     assert torch.allclose(extrapolated_more, g.transport(w, h, delta), atol=1e-9)
+
+
+MIXED = [
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.bfloat16),
+    (torch.float32, torch.float64),
+    (torch.float64, torch.float16),
+]
+
+
+@pytest.mark.parametrize("function", [g.project, g.geodesic, g.log, g.principal_angles, g.distance, g.align])
+@pytest.mark.parametrize(("first", "second"), MIXED)
+def test_two_precisions_give_what_torch_promotes_them_to(function, first, second):
+    a, b = g.random_subspace(3, 2, 9, dtype=F64).to(first), g.random_subspace(3, 2, 9, dtype=F64).to(second)
+    result = function(a, b)
+    assert result.dtype == torch.promote_types(first, second)
+    coarse = torch.finfo(result.dtype).eps
+    torch.testing.assert_close(
+        result.double(), function(a.double(), b.double()), rtol=4 * coarse, atol=4 * coarse + 1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_random_subspaces_follow_the_default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        weight = g.random_subspace(4, 3, 16)
+    finally:
+        torch.set_default_dtype(before)
+    assert weight.dtype == dtype
+    assert g.orthonormality_error(weight.double()) < 4 * torch.finfo(dtype).eps + 1e-15

@@ -14,6 +14,7 @@ Formulas: Edelman, Arias, Smith 1998 (EAS); Bendokat, Zimmermann, Absil 2024 (BZ
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,19 +23,26 @@ from grassy.precision import exact_products
 
 
 def _in_full_precision(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compute in float32 when given half precision, and return that; all products are exact ones."""
+    """Compute in the widest dtype of the tensors, at least float32, with full-precision matmuls.
+
+    The result has the dtype that torch's promotion gives the tensors, half precision included.
+    """
 
     @functools.wraps(function)
     def wrapped(*args, **kwargs):  # type: ignore[no-untyped-def]
-        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        if not first.is_floating_point():
-            raise TypeError(f"{function.__name__}: subspaces must be floating point tensors, got {first.dtype}")
-        with exact_products(first):
-            if first.dtype not in (torch.float16, torch.bfloat16):
-                return function(*args, **kwargs)
-            args = tuple(a.float() if isinstance(a, Tensor) else a for a in args)
-            kwargs = {name: a.float() if isinstance(a, Tensor) else a for name, a in kwargs.items()}
-            return function(*args, **kwargs).to(first.dtype)
+        points = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
+        for point in points:
+            if not point.is_floating_point():
+                raise TypeError(f"{function.__name__}: subspaces must be floating point tensors, got {point.dtype}")
+        dtype = functools.reduce(torch.promote_types, [point.dtype for point in points])
+        exact = torch.promote_types(dtype, torch.float32)
+
+        def cast(value: Any) -> Any:
+            return value.to(exact) if isinstance(value, Tensor) and value.ndim else value
+
+        with exact_products(points[0]):
+            args, kwargs = tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+            return function(*args, **kwargs).to(dtype)
 
     return wrapped
 
@@ -57,10 +65,11 @@ def random_subspace(
     shape = (*shape, *(size for size in (k, n) if size is not None))
     if len(shape) < 2 or not 1 <= shape[-2] <= shape[-1]:
         raise ValueError(f"random_subspace: need 1 <= k <= n, got shape (*batch, k, n) = {shape}")
-    exact = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    dtype = dtype or torch.get_default_dtype()
+    exact = torch.promote_types(dtype, torch.float32)  # torch has no Cholesky factors in half precision
     gaussian = torch.randn(shape, generator=generator, dtype=exact, device=device)
     with exact_products(gaussian):
-        return _qf(gaussian).to(dtype or exact)
+        return _qf(gaussian).to(dtype)
 
 
 def present_rows(weight: Tensor) -> Tensor:
