@@ -15,12 +15,12 @@ from benchmarks.gpu import machine, need_gpu, save
 
 #: Files, and what of them, that a process runs: of about the same length.
 SHARES = (
-    ("tests/test_cuda_step.py", "chosen_agrees or streamed_by_triton"),
-    ("tests/test_cuda_step.py", "not chosen_agrees and not streamed_by_triton"),
-    ("tests/test_cuda_calls.py", ""),
-    ("tests/test_cuda.py", ""),
-    ("tests/test_cuda_head.py", ""),
-    ("tests/test_gpu_benchmarks.py", "on_a_gpu"),
+    ("tests/kernels/test_cuda_step.py", "chosen_agrees or streamed_by_triton"),
+    ("tests/kernels/test_cuda_step.py", "not chosen_agrees and not streamed_by_triton"),
+    ("tests/kernels/test_cuda_calls.py", ""),
+    ("tests/train/test_training_on_gpu.py", ""),
+    ("tests/kernels/test_cuda_head.py", ""),
+    ("tests/benchmarks/test_gpu_benchmarks.py", "on_a_gpu"),
 )
 OUTCOMES = ("passed", "failed", "error", "skipped")
 

@@ -49,9 +49,8 @@ def test_what_pytest_says_at_its_end_is_counted():
     assert gpu_tests.counts("=== 2 failed, 3 passed, 1 error in 1s ===") == {"passed": 3, "failed": 2, "error": 1}
     assert gpu_tests.counts("") == {}
     files = {file for file, _ in gpu_tests.SHARES}
-    assert files == {f"tests/{file.name}" for file in ROOT.glob("tests/test_cuda*.py")} | {
-        "tests/test_gpu_benchmarks.py"
-    }
+    kernels = {file.relative_to(ROOT).as_posix() for file in ROOT.glob("tests/**/test_cuda*.py")}
+    assert files == kernels | {"tests/train/test_training_on_gpu.py", "tests/benchmarks/test_gpu_benchmarks.py"}
 
 
 def test_the_page_says_where_another_implementation_was_quicker():
