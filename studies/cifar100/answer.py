@@ -168,8 +168,9 @@ def described(job: Job) -> list[str]:
     }.get(head["name"], lambda: "softmax")()
     more = ["standardised features"] if head.get("standardize") else []
     more += ["features not normalised"] if not head.get("normalize", True) else []
-    more += ["spectral steps"] if recipe.direction == "spectral" else []
-    more += [f"head's learning rate {recipe.head_lr:g}"] if recipe.head_lr and recipe.direction != "spectral" else []
+    spectral = job.changes.get("direction") == "spectral"
+    more += ["spectral steps"] if spectral else []
+    more += [f"head's learning rate {recipe.head_lr:g}"] if recipe.head_lr and not spectral else []
     more += ["second contest"] if job.row in CONTESTANTS else []
     return [", ".join([words, *more]), f"{recipe.lr:g}, {recipe.weight_decay:g}"]
 

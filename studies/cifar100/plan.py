@@ -154,6 +154,8 @@ ROWS = (
     *("grassmann-16-std", "grassmann-8-std-spectral", "grassmann-8-std", "grassmann-1-unnormalized"),
 )
 
+#: Settings that recipes no longer have: the runs with them are kept, and cannot be made again.
+REMOVED = {"direction"}
 #: Seconds an epoch, and beside the epochs, on an H200; so many times as much if the step is plain torch.
 EPOCH_SECONDS, OTHER_SECONDS, SLOWER = 0.8, 12.0, 1.3
 
@@ -189,7 +191,8 @@ class Job:
         skip = ("description", "paper", "seed", "val_interval", "checkpoint_interval")
         own, defaults = self.recipe.to_dict(), _defaults()
         changed = {name for name in own if own[name] != defaults[name]} | {"head", "lr", "weight_decay", "epochs"}
-        return {name: own[name] for name in own if name in changed and name not in skip}
+        removed = {name: self.changes[name] for name in REMOVED if name in self.changes}
+        return {**{name: own[name] for name in own if name in changed and name not in skip}, **removed}
 
     @functools.cached_property
     def key(self) -> str:
@@ -332,7 +335,8 @@ def _job(
 
 @functools.cache
 def _recipe(base: str, changes: str) -> Recipe:
-    return load_recipe(base).changed(json.loads(changes))
+    kept = {name: value for name, value in json.loads(changes).items() if name not in REMOVED}
+    return load_recipe(base).changed(kept)
 
 
 @functools.cache
@@ -380,10 +384,12 @@ def _steps_in_plain_torch(settings: Mapping[str, Any]) -> bool:
 
 def to_do(jobs: Iterable[Job], lines: Lines, retry: bool = False) -> Iterator[Job]:
     """Jobs without a line, or, to retry, with one that tells of a failure; also those that cannot begin yet. Of rows
-    with the same settings, those of the first.
+    with the same settings, those of the first. None with a setting that was removed.
     """
     seen = set()
     for job in jobs:
+        if REMOVED & job.changes.keys():
+            continue
         line = lines.get(job.key) if job.base else None
         if (line is None or (retry and "error" in line)) and not (job.base and job.key in seen):
             yield job

@@ -91,14 +91,3 @@ def test_a_run_records_it(tmp_path):
     rows = list(csv.DictReader((tmp_path / "linear" / "summary.csv").open()))
     assert [row["eval_effective_rank"] for row in rows] == ["", ""]
     assert "effective_rank" not in validate(tmp_path / "linear", data).to_dict()
-
-
-def test_the_spectral_direction_is_trained_and_its_angle_recorded(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    recipe = tiny_recipe(direction="spectral", head_lr=0.03, sched="constant")
-    train(recipe, tiny_arrays(tmp_path / "data"), tmp_path / "run")
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
-    events.Reload()
-    degrees = [event.value for event in events.Scalars("subspaces/turn")]
-    assert degrees == pytest.approx([math.degrees(0.03)] * 2, rel=1e-3)

@@ -212,7 +212,7 @@ def test_it_is_chosen_for_large_float32_weights_on_a_cpu_alone():
 
 def test_without_a_compiler_the_reference_is_chosen_and_asking_for_it_says_why(tmp_path):
     code = (
-        "import torch; from grassy import ops, geometry as g; w = torch.empty(2**11, 8, 64)\n"
+        "import torch; from grassy import kernels, geometry as g; w = torch.empty(2**11, 8, 64)\n"
         "print(kernels.choose('auto', w)); w = g.random_subspace(2, 2, 4)\n"
         "try: kernels.geodesic_step(w, w.clone(), None, 0.1, impl='native')\n"
         "except RuntimeError as error: print(error)"

@@ -152,8 +152,16 @@ def test_the_state_of_another_kind_of_optimizer_is_refused():
                 optimizer.load_state_dict(saved[other])
     older = copy.deepcopy(saved["sgd"])
     for group in older["param_groups"]:
-        group.pop("direction", None)  # of before there was one
-    grassy.make_optimizer(model, "sgd", lr=0.1).load_state_dict(older)
+        if group["manifold"] == "grassmann":
+            group["direction"] = "gradient"  # of before spectral steps were removed
+            del group["bfloat16_momentum"]  # and of before there was that
+    optimizer = grassy.make_optimizer(model, "sgd", lr=0.1)
+    optimizer.load_state_dict(older)
+    assert not any("direction" in group for group in optimizer.param_groups)
+    for group in older["param_groups"]:
+        group["direction"] = "spectral"
+    with pytest.raises(ValueError, match=r"made spectral steps .*, which were removed"):
+        optimizer.load_state_dict(older)
     with pytest.raises(ValueError, match="same weight_decay and layer_decay"):
         grassy.make_optimizer(model, "sgd", lr=0.1, weight_decay=0.1).load_state_dict(saved["sgd"])
 

@@ -168,6 +168,17 @@ def test_the_folder_of_a_run_is_taken_for_the_recipe_in_it(tmp_path, monkeypatch
     assert load_recipe("digits-grassmann").epochs == 12  # the package's recipe, not what happens to lie here
 
 
+def test_the_direction_of_older_recipes_loads_unless_it_is_spectral(write):
+    recipe = load_recipe("digits-grassmann")
+    assert load_recipe(write("base: digits-grassmann\ndirection: gradient")).to_dict() == recipe.to_dict() | {
+        "description": ""
+    }
+    assert Recipe(**recipe.to_dict(), direction="gradient") == recipe
+    assert "direction" not in recipe.to_dict()
+    with pytest.raises(ValueError, match="direction must be 'gradient', since spectral steps were removed"):
+        load_recipe(write("base: digits-grassmann\ndirection: spectral"))
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         load_recipe(tmp_path / "none.yaml")

@@ -44,9 +44,9 @@ class StopAfter:
         {},
         {"mixup": 0.3, "reprob": 0.5, "opt": "adamw", "lr": 1e-3, "drop_path": 0.2, "model_ema": True},
         {"head": {"name": "linear", "dropout": 0.2}, "opt": "lamb", "loader": "workers", "crop": "resized"},
-        {"head.standardize": True, "head.gamma": "auto", "direction": "spectral", "head_lr": 0.02},
+        {"head.standardize": True, "head.gamma": "auto", "transport": "parallel", "head_lr": 0.02},
     ],
-    ids=["plain", "adamw and mixing", "lamb and workers", "standardised and spectral"],
+    ids=["plain", "adamw and mixing", "lamb and workers", "standardised and parallel"],
 )
 def test_a_run_that_was_stopped_and_resumed_ends_as_if_it_never_was(tmp_path, monkeypatch, changes, updates):
     recipe = tiny_recipe(**changes)

@@ -159,7 +159,7 @@ def test_the_kernel_keeps_subspaces_orthonormal_over_thousands_of_steps():
     [{"name": "linear"}, {"name": "grassmann", "k": 2, "gamma": 8.0}, {"name": "grassmann", "k": 12, "gamma": 8.0}],
     ids=["linear", "triton", "cuda"],
 )
-@pytest.mark.parametrize("options", [{}, {"retraction": "qf"}, {"direction": "spectral", "head_lr": 0.01}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"retraction": "qf"}, {"transport": "parallel"}], ids=str)
 def test_a_captured_run_follows_one_that_is_not(tmp_path, head, options, monkeypatch):
     from grassy.train.loop import Run, train
     from training_cases import tiny_arrays, tiny_recipe
@@ -203,35 +203,6 @@ def _process():
     from grassy.distributed.processes import Process
 
     return Process(torch.device("cuda", 0))
-
-
-@pytest.mark.parametrize("transport", ["projection", "parallel"])
-def test_a_spectral_step_agrees_with_the_cpu_and_can_be_captured(transport):
-    w = g.random_subspace(30, 8, 64)
-    w[3, 1] = 0
-    d = torch.randn_like(w) * torch.logspace(-6, 3, 30)[:, None, None]
-    d[5], d[7, 2, 5] = 0, float("nan")
-    options = {"direction": "spectral", "transport": transport, "max_angle": 0.5}
-    expected, expected_buffer = w.clone(), torch.zeros_like(w)
-    for _ in range(4):
-        kernels.geodesic_step(expected, d, expected_buffer, 0.05, 0.9, **options)
-    moved, buffer, gradient = w.cuda(), torch.zeros_like(w).cuda(), d.cuda()
-    lr = torch.tensor(0.05, device="cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        kernels.geodesic_step(moved, gradient, buffer, lr, 0.9, **options)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # anything that asked the host would raise
-        kernels.geodesic_step(moved, gradient, buffer, lr, 0.9, **options)
-    for _ in range(3):
-        graph.replay()
-    assert g.distance(moved.cpu(), expected).max() < 1e-4
-    scale = d.nan_to_num(nan=0.0).abs().amax((1, 2), keepdim=True).clamp_min(1e-12)
-    assert ((buffer.cpu() - expected_buffer) / scale).abs().max() < 1e-3
-    assert torch.equal(moved[[5, 7]].cpu(), w[[5, 7]])
-    assert g.orthonormality_error(moved) < 1e-6
 
 
 def test_standardised_features_agree_with_the_cpu_and_take_their_statistics_in_float32_under_autocast():

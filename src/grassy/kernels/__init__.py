@@ -26,7 +26,6 @@ from grassy.spelling import nearest
 
 RETRACTIONS = ("geodesic", "qf")
 TRANSPORTS = ("projection", "parallel")
-DIRECTIONS = ("gradient", "spectral")
 
 #: In which file each implementation is; loaded when it is first used.
 _IMPLEMENTATIONS = {
@@ -149,9 +148,7 @@ def _load(name: str) -> ModuleType:
     return importlib.import_module(f"grassy.kernels.{_IMPLEMENTATIONS.get(name, name)}")
 
 
-def check_step_options(
-    retraction: str, transport: str, direction: str = "gradient", max_angle: float | None = None
-) -> None:
+def check_step_options(retraction: str, transport: str, max_angle: float | None = None) -> None:
     """Raise a ValueError that lists what is allowed."""
     if retraction not in RETRACTIONS:
         raise ValueError(
@@ -159,8 +156,6 @@ def check_step_options(
         )
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}{nearest(transport, TRANSPORTS)}")
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}{nearest(direction, DIRECTIONS)}")
     if retraction == "qf" and transport == "parallel":
         raise ValueError("transport='parallel' follows a geodesic; with retraction='qf' use transport='projection'")
     if max_angle is not None and not max_angle > 0:
@@ -230,7 +225,6 @@ def geodesic_step(
     transport: str = "projection",
     max_angle: float | None = None,
     maximize: bool = False,
-    direction: str = "gradient",
     skip: Tensor | None = None,
     impl: str = "auto",
 ) -> StepCounts:
@@ -238,10 +232,9 @@ def geodesic_step(
 
     grad is the Euclidean gradient; momentum_buffer, the tangent momentum, is updated in place, or None for none.
     Classes whose gradient holds a NaN or an Inf keep weight and momentum, as all do if lr is not finite. No class turns
-    by more than `max_angle` radians if that is given. With direction="spectral" (see `grassy.kernels.spectral`) all
-    principal directions of a class turn by the same angle, `lr` radians; only the reference knows how. If `skip`, a
-    tensor of one number such as a GradScaler's `found_inf`, is not 0, nothing is changed. On a GPU it is read there, as
-    are lr and momentum if they are tensors, so that a step can be part of a CUDA graph.
+    by more than `max_angle` radians if that is given. If `skip`, a tensor of one number such as a GradScaler's
+    `found_inf`, is not 0, nothing is changed. On a GPU it is read there, as are lr and momentum if they are tensors, so
+    that a step can be part of a CUDA graph.
     """
     (counts,) = geodesic_steps(
         [weight],
@@ -253,7 +246,6 @@ def geodesic_step(
         transport=transport,
         max_angle=max_angle,
         maximize=maximize,
-        direction=direction,
         skip=skip,
         impl=impl,
     )
@@ -272,7 +264,6 @@ def geodesic_steps(
     transport: str = "projection",
     max_angle: float | None = None,
     maximize: bool = False,
-    direction: str = "gradient",
     skip: Tensor | None = None,
     counts: Sequence[Tensor] | None = None,
     impl: str = "auto",
@@ -282,9 +273,7 @@ def geodesic_steps(
     counts: for each weight two numbers, int64 on its device, to which those of this step are added, and which are then
     returned: that saves the launches that would set new ones to 0 and add them up.
     """
-    check_step_options(retraction, transport, direction, max_angle)
-    if direction == "spectral" and impl not in ("auto", "reference"):
-        raise ValueError(f"direction='spectral' needs impl 'auto' or 'reference', which alone knows it, got {impl!r}")
+    check_step_options(retraction, transport, max_angle)
     heads = list(zip(weights, grads, momentum_buffers, strict=True))
     for head in heads:
         _check_step(*head)
@@ -298,11 +287,9 @@ def geodesic_steps(
     options |= {"max_angle": max_angle, "maximize": maximize}
     if torch.compiler.is_compiling():
         counts = counts or [_no_counts(weight) for weight in weights]
-        options |= {"direction": direction, "skip": skip, "impl": impl}
+        options |= {"skip": skip, "impl": impl}
         step_operator.geodesic_steps(weights, grads, momentum_buffers, counts, lr, momentum, **options)
         return [StepCounts(*each) for each in counts]
-    if direction == "spectral":
-        options["direction"], impl = direction, "reference"
     found: dict[int, StepCounts] = {}
     for together in _launches(heads, impl, retraction):
         weight = weights[together[0]]
@@ -384,7 +371,6 @@ def _launches(heads: Sequence[Head], impl: str, retraction: str) -> list[list[in
 
 
 __all__ = [
-    "DIRECTIONS",
     "RETRACTIONS",
     "TRANSPORTS",
     "StepCounts",

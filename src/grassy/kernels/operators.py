@@ -19,7 +19,6 @@ def _geodesic_steps(
     transport: str,
     max_angle: float | None,
     maximize: bool,
-    direction: str,
     skip: Tensor | None,
     impl: str,
 ) -> None:
@@ -35,7 +34,6 @@ def _geodesic_steps(
         transport=transport,
         max_angle=max_angle,
         maximize=maximize,
-        direction=direction,
         skip=skip,
         counts=counts,
         impl=impl,

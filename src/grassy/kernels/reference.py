@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 
 from grassy import geometry
-from grassy.kernels.spectral import whitening
 
 #: A turn by more than 2**6 = 64 radians in one step is scaled down to that.
 MAX_DOUBLINGS = 6
-#: What is left of a gradient that lies in the subspace is rounding: less than so many units of it.
-ROUNDING = 16
 
 
 def subspace_logits(x: Tensor, weight: Tensor, gamma: float | Tensor, normalize: bool) -> Tensor:
@@ -56,7 +53,6 @@ def geodesic_step(
     transport: str,
     max_angle: float | None,
     maximize: bool,
-    direction: str = "gradient",
     skip: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One step of Algorithm 1 in place, a block of classes at a time; returns the counts (skipped, capped).
@@ -80,7 +76,6 @@ def geodesic_step(
             retraction=retraction,
             transport=transport,
             max_angle=max_angle,
-            direction=direction,
             h=scratch[0, : w.shape[0]],
             out=scratch[1, : w.shape[0]],
         )
@@ -106,7 +101,6 @@ def _step(
     retraction: str,
     transport: str,
     max_angle: float | None,
-    direction: str,
     h: Tensor,
     out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -117,11 +111,8 @@ def _step(
     Algorithm 1 of the paper, descending. Steps 1 to 3 are one projection, since projecting is linear. Step 4 is the
     geodesic in the Gram form of `geometry.geodesic`, and step 5 one Newton–Schulz iteration towards the polar factor,
     taken in every step: being K x K arithmetic it costs next to nothing, and the error never builds up.
-
-    The move is along O = H, or, with the spectral direction, along what `kernels.spectral` makes of H. The momentum
-    is H in either case.
     """
-    gram_w, overlap, a = _tangent(w, d, m, momentum, h)
+    gram_w, a = _tangent(w, d, m, momentum, h)
     present = (gram_w.diagonal(dim1=-2, dim2=-1) > 0).to(w.dtype)
     if _any(present == 0):
         h.mul_(present.unsqueeze(-1))
@@ -130,12 +121,6 @@ def _step(
     finite = energy.isfinite() & (lr.isfinite() if isinstance(lr, Tensor) else math.isfinite(lr))
     if _any(~finite):
         h, a, energy = (torch.where(finite, tensor, 0) for tensor in (h, a, energy))
-    o, cross = h, a  # O and H Oᵀ; from here on A = O Oᵀ
-    if direction == "spectral":
-        o = _spectral_direction(w, h, a, overlap)
-        cross, a = h @ o.mT, o @ o.mT
-        energy = a.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
-
     speed = energy.sqrt() if max_angle is None else _largest_eigenvalue(a).sqrt()
     limit = min(2.0**MAX_DOUBLINGS, math.inf if max_angle is None else max_angle)
     within = (lr * speed <= limit) | ~finite
@@ -143,16 +128,16 @@ def _step(
 
     if retraction == "qf":
         # The variant of the appendix: a Euclidean step, then step 5 with a positive diagonal.
-        new_w, new_m = torch.where(energy > 0, _qf(w - tau * o, present), w), h
+        new_w, new_m = torch.where(energy > 0, _qf(w - tau * h, present), w), h
     else:
         cosm1, sinc = geometry.cosm1_sinc(tau**2 * a, None if a.device.type == "cpu" else MAX_DOUBLINGS)
         eye = torch.eye(w.shape[-2], dtype=w.dtype, device=w.device)
         p, q = cosm1 + eye, -tau * sinc
-        # The Gram matrix of P W + Q O, without forming it. A class that does not move is left alone, to the bit.
+        # The Gram matrix of P W + Q H, without forming it. A class that does not move is left alone, to the bit.
         gram = p @ gram_w @ p + q @ a @ q
         polar = torch.where(energy > 0, 1.5 * eye - 0.5 * gram, eye)
-        new_m = h if transport == "projection" else torch.bmm(p, h).baddbmm_(tau * (cross @ sinc), w)
-        new_w = torch.bmm(polar @ p, w, out=out).baddbmm_(polar @ q, o)
+        new_m = h if transport == "projection" else torch.bmm(p, h).baddbmm_(tau * (a @ sinc), w)
+        new_w = torch.bmm(polar @ p, w, out=out).baddbmm_(polar @ q, h)
         large = lr**2 * energy > 1
         if _any(large):  # for turns of a radian and more, rounding in A is felt: look at the result itself
             new_w = torch.where(large, 1.5 * eye - 0.5 * (new_w @ new_w.mT), eye) @ new_w
@@ -161,10 +146,8 @@ def _step(
     return new_w, new_m, finite.flatten(), within.flatten()
 
 
-def _tangent(
-    w: Tensor, d: Tensor, m: Tensor | None, momentum: float | Tensor, h: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Steps 1 to 3: fills h with H = B − (B Wᵀ)(W Wᵀ)⁻¹ W, B = μM + D, and returns W Wᵀ, B Wᵀ and H Hᵀ."""
+def _tangent(w: Tensor, d: Tensor, m: Tensor | None, momentum: float | Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """Steps 1 to 3: fills h with H = B − (B Wᵀ)(W Wᵀ)⁻¹ W, B = μM + D, and returns W Wᵀ and H Hᵀ."""
     # In place throughout: fresh memory for every block would cost more than the arithmetic.
     if m is None:
         h.copy_(d)
@@ -176,7 +159,7 @@ def _tangent(
     overlap = h @ w.mT
     # (2I − WWᵀ) is the inverse of WWᵀ to first order: H ⟂ W even where W is orthonormal only to rounding.
     h.baddbmm_(2 * overlap - overlap @ gram_w, w, alpha=-1)
-    return gram_w, overlap, h @ h.mT
+    return gram_w, h @ h.mT
 
 
 def _qf(z: Tensor, present: Tensor) -> Tensor:
@@ -205,15 +188,6 @@ def _inverse_cholesky_factor(gram: Tensor) -> Tensor:
         below = r[..., j + 1 :, :]
         below -= (below @ (image / length).mT) * row
     return r
-
-
-def _spectral_direction(w: Tensor, h: Tensor, a: Tensor, overlap: Tensor) -> Tensor:
-    """The tangent vector O of `kernels.spectral` at W, from H, A = H Hᵀ and B Wᵀ."""
-    eps, most = torch.finfo(h.dtype).eps, torch.finfo(h.dtype).max / 4
-    # The length of what rounding leaves of a gradient inside the subspace: to be seen as no direction at all.
-    floor = (ROUNDING * eps * overlap).square().sum((-2, -1), keepdim=True).nan_to_num(nan=0.0, posinf=most)
-    o = whitening(a, _largest_eigenvalue(a), floor) @ h
-    return o.baddbmm_(o @ w.mT, w, alpha=-1)  # again orthogonal to W: directions that H hardly has were magnified
 
 
 def _largest_eigenvalue(a: Tensor, squarings: int = 8) -> Tensor:

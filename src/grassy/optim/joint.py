@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from grassy.optim.riemannian_sgd import RiemannianSGD
+from grassy.optim.riemannian_sgd import RiemannianSGD, refuse_spectral_steps
 from grassy.spelling import nearest
 from grassy.subspaces import named_subspaces
 from grassy.torchvision_import import import_torchvision
@@ -19,8 +19,6 @@ from grassy.torchvision_import import import_torchvision
 #: The visible key of a parameter group that says which of the two updates it gets.
 MANIFOLD = "manifold"
 GRASSMANN, EUCLIDEAN = "grassmann", "euclidean"
-#: The angle of a spectral step, in radians, unless one is given: about one degree.
-SPECTRAL_LR = 0.02
 
 
 def make_optimizer(
@@ -33,7 +31,6 @@ def make_optimizer(
     retraction: str = "geodesic",
     transport: str = "projection",
     max_angle: float | None = None,
-    direction: str = "gradient",
     bfloat16_momentum: bool = False,
     weight_decay: float = 0.0,
     decay_all: bool = False,
@@ -45,12 +42,12 @@ def make_optimizer(
     base: "sgd", "adamw", "adam" (torch's), "lamb" or any other name timm knows, or an optimizer class; it gets
         `base_options` as they are.
     head_lr: learning rate of the subspaces. None means `lr` for SGD and 0.1 for any other base, whose learning rates
-        would hardly move a subspace; with direction="spectral" it means 0.02, an angle in radians.
+        would hardly move a subspace.
     weight_decay: for matrices only. Biases, norms and other vectors, what the model's `no_weight_decay()` names, and
         subspaces are not decayed.
     decay_all: decay everything but the subspaces, as plain torch optimizers do.
     layer_decay: the learning rate of each earlier layer group of a timm model is lower by this factor.
-    retraction, transport, max_angle, direction, bfloat16_momentum (of the subspaces): see `RiemannianSGD`.
+    retraction, transport, max_angle, bfloat16_momentum (of the subspaces): see `RiemannianSGD`.
 
     Each group has a key "manifold", "euclidean" or "grassmann". Schedulers that multiply keep head_lr/lr constant.
     OneCycleLR's max_lr takes one value a group; timm's warmup_lr_init and lr_min are one number for all groups.
@@ -85,10 +82,9 @@ def make_optimizer(
     if trainable:
         if head_lr is None:
             head_lr = lr if issubclass(optimizer_class, torch.optim.SGD) else 0.1
-            head_lr = SPECTRAL_LR if direction == "spectral" else head_lr
         maximize = base_options.get("maximize", False)
         riemannian = RiemannianSGD(
-            trainable, head_lr, head_momentum, retraction, transport, max_angle, maximize, direction, bfloat16_momentum
+            trainable, head_lr, head_momentum, retraction, transport, max_angle, maximize, bfloat16_momentum
         )
     groups = _euclidean_groups(model, {id(p) for p in subspaces.values()}, lr, weight_decay, decay_all, layer_decay)
     euclidean = None
@@ -174,8 +170,9 @@ class JointOptimizer(Optimizer):
                 f"the saved optimizer has groups on {saved}, this one on {own}: was it saved by grassy.make_optimizer "
                 "for the same kind of model, and with the same weight_decay and layer_decay, which make groups?"
             )
+        refuse_spectral_steps(state_dict["param_groups"])
         for group, old in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            lacking, foreign = sorted(group.keys() - old.keys()), sorted(old.keys() - group.keys())
+            lacking, foreign = sorted(group.keys() - old.keys()), sorted(old.keys() - group.keys() - {"direction"})
             if lacking and foreign:  # of another torch it may lack something, or have more, but hardly both
                 raise ValueError(
                     f"the saved optimizer is of another kind: a group of it has {', '.join(foreign)}, of this one "

@@ -24,8 +24,6 @@ class RiemannianSGD(Optimizer):
     transport: how the momentum follows the subspace: "projection" as in the paper, or "parallel", exactly.
     max_angle: an upper limit on the turn of a class in one step, in radians.
     maximize: ascend instead.
-    direction: "gradient" as in the paper; with "spectral" every principal direction of a class turns by the same angle,
-        whatever the size of its gradient, and `lr` is that angle, in radians: 0.01 to 0.05, say.
     bfloat16_momentum: keep the momentum in bfloat16, half the memory: for very many classes.
 
     Weight decay would mean nothing, since a subspace has no scale. Classes whose gradient is not finite are left as
@@ -41,7 +39,6 @@ class RiemannianSGD(Optimizer):
         transport: str = "projection",
         max_angle: float | None = None,
         maximize: bool = False,
-        direction: str = "gradient",
         bfloat16_momentum: bool = False,
     ) -> None:
         defaults = {
@@ -51,7 +48,6 @@ class RiemannianSGD(Optimizer):
             "transport": transport,
             "max_angle": max_angle,
             "maximize": maximize,
-            "direction": direction,
             "bfloat16_momentum": bfloat16_momentum,
         }
         super().__init__(params, defaults)
@@ -96,7 +92,6 @@ class RiemannianSGD(Optimizer):
                 transport=group["transport"],
                 max_angle=group["max_angle"],
                 maximize=group["maximize"],
-                direction=group["direction"],
                 skip=found_inf if isinstance(found_inf, Tensor) else None,  # 0 if nothing has a gradient
                 counts=[_counts(self.state[p], p.device) for p in params],
             )
@@ -104,10 +99,11 @@ class RiemannianSGD(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = getattr(self, "param_groups", [])
+        refuse_spectral_steps(state["param_groups"])
         super().__setstate__(state)
         for number, group in enumerate(self.param_groups):
-            # Of a state saved before there was a choice: what it was trained with, and how this one keeps it.
-            group.setdefault("direction", "gradient")
+            group.pop("direction", None)  # of a state saved while there was a choice
+            # Of a state saved before there was a choice: how this one keeps it.
             now = before[number] if number < len(before) else {}
             group.setdefault("bfloat16_momentum", now.get("bfloat16_momentum", False))
             for own in (self.state[p] for p in group["params"] if p in self.state):
@@ -133,6 +129,12 @@ class RiemannianSGD(Optimizer):
         return sum(int(each[which]) for each in counts if each is not None)
 
 
+def refuse_spectral_steps(groups: Iterable[dict[str, Any]]) -> None:
+    """Raise a ValueError if groups of a saved optimizer are of the option `direction="spectral"`, which is gone."""
+    if any(group.get("direction", "gradient") != "gradient" for group in groups):
+        raise ValueError("the saved optimizer made spectral steps (direction='spectral'), which were removed")
+
+
 def _counts(state: dict[str, Any], device: torch.device) -> Tensor:
     """How many classes were skipped, and how many capped: on the device, where a kernel adds to it."""
     if "counts" not in state or state["counts"].device != device:
@@ -147,7 +149,7 @@ def _check_options(group: dict[str, Any]) -> None:
         raise ValueError(f"lr must be a finite number >= 0, got {lr!r}")
     if not 0 <= group["momentum"] < 1:
         raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']!r}")
-    kernels.check_step_options(group["retraction"], group["transport"], group["direction"], group["max_angle"])
+    kernels.check_step_options(group["retraction"], group["transport"], group["max_angle"])
 
 
 def _check_subspaces(p: Tensor) -> None:

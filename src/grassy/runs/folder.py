@@ -116,7 +116,7 @@ def check_same_run(
     path: Path,
 ) -> None:
     """Raise a ValueError if a saved state belongs to another recipe, to another number of images, or other classes."""
-    old, new = saved.get("recipe", {}), recipe.to_dict()
+    old, new = saved.get("recipe", {}), {**recipe.to_dict(), "direction": "gradient"}
     for name in new:
         if name not in FREE and name in old and old[name] != new[name]:
             raise ValueError(

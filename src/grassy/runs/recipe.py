@@ -10,7 +10,7 @@ import re
 import types
 import typing
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -84,12 +84,12 @@ class Recipe:
     weight_decay: float = 1e-4
     decay_all: bool = False  # biases and norms too
     layer_decay: float | None = None
-    head_lr: float | None = None  # of the subspaces; None: lr beside SGD, else 0.1; 0.02 if spectral
+    head_lr: float | None = None  # of the subspaces; None: lr beside SGD, else 0.1
     head_momentum: float = 0.9
     retraction: str = "geodesic"
     transport: str = "projection"
     max_angle: float | None = None
-    direction: str = "gradient"  # "spectral": head_lr is the angle, in radians, that subspaces turn by
+    direction: InitVar[str] = "gradient"  # no choice any more, but older files name it
     clip_grad: float | None = None
     epochs: int = 100
     batch_size: int = 256  # of all processes and accumulation steps together
@@ -116,7 +116,9 @@ class Recipe:
     checkpoint_interval: float = 300.0  # seconds between checkpoints; 0: at the end of every epoch
     nonfinite: str = "stop"  # or "skip" the update and go on
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, direction: str) -> None:
+        if direction != "gradient":
+            raise ValueError(f"direction must be 'gradient', since spectral steps were removed, got {direction!r}")
         for f in dataclasses.fields(self):
             object.__setattr__(self, f.name, _typed(f.name, getattr(self, f.name), HINTS[f.name]))
         check_values(self)

@@ -18,7 +18,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "nonfinite": ("stop", "skip"),
     "retraction": ("geodesic", "qf"),
     "transport": ("projection", "parallel"),
-    "direction": ("gradient", "spectral"),
     "remode": ("const", "rand", "pixel"),
     "interpolation": ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"),
 }

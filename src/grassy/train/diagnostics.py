@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from grassy import geometry
 from grassy.heads import heads_of
-from grassy.kernels.spectral import SOFTENING
 from grassy.loss import classification_loss
 from grassy.optim import make_optimizer
 from grassy.optim.joint import JointOptimizer
@@ -51,7 +50,7 @@ def trouble_of_an_epoch(before: tuple[int, int], after: tuple[int, int], max_ang
 def largest_turn(optimizer: JointOptimizer) -> float:
     """The largest angle, in degrees, by which the last step turned a direction of a class: lr · σ_max(H).
 
-    It is never more than `max_angle`. With the spectral direction it is just below lr, if any class moves.
+    It is never more than `max_angle`.
     """
     turns = [0.0]
     for group in optimizer.riemannian.param_groups if optimizer.riemannian else ():
@@ -65,15 +64,11 @@ def largest_turn(optimizer: JointOptimizer) -> float:
                     energies = tangent @ tangent.mT
                 finite = energies.isfinite().all(-1).all(-1)[..., None, None]  # other classes do not move
                 speed = torch.linalg.eigvalsh(energies.where(finite, 0))[..., -1].amax().clamp_min(0).sqrt()
-                if group["direction"] == "spectral":
-                    speed = (speed > 0) / (1 + SOFTENING) ** 0.5
                 turns.append(min(float(group["lr"] * speed), group["max_angle"] or math.inf))
     return float(torch.tensor(max(turns)).rad2deg())
 
 
-def head_seconds(
-    model: nn.Module, batch: int, amp_dtype: torch.dtype | None, direction: str = "gradient", rounds: int = 10
-) -> float:
+def head_seconds(model: nn.Module, batch: int, amp_dtype: torch.dtype | None, rounds: int = 10) -> float:
     """How long the forward and backward pass of the model's heads and their step take for a batch of random features.
 
     Measured on copies. On a GPU the work is replayed as a graph, so that the time is the device's, not the host's.
@@ -82,7 +77,7 @@ def head_seconds(
     for original in heads_of(model):
         head = copy.deepcopy(original).train()
         device = next(head.parameters()).device
-        optimizer = make_optimizer(head, "sgd", lr=1e-4, direction=direction, momentum=0.9, fused=device.type == "cuda")
+        optimizer = make_optimizer(head, "sgd", lr=1e-4, momentum=0.9, fused=device.type == "cuda")
         features = torch.randn(batch, head.in_features, device=device, requires_grad=True)
         target = torch.randint(head.num_classes, (batch,), device=device)
 

@@ -287,7 +287,7 @@ class Run(Parts):
         if len(self.state.rows) == min(2, self.recipe.epochs):  # the first epoch may have spent its time compiling
             size = self.data.batch_size // self.process.world_size
             with contextlib.suppress(torch.OutOfMemoryError):  # of a head that fits only once
-                seconds = diagnostics.head_seconds(self.model, size, self.amp_dtype, self.recipe.direction)
+                seconds = diagnostics.head_seconds(self.model, size, self.amp_dtype)
                 scalars["time/head_share"] = seconds / (row["seconds"] / self.updates)
         self.curves.add(scalars, self.done)
 

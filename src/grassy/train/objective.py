@@ -35,7 +35,6 @@ def build_optimizer(recipe: Recipe, model: nn.Module, device: torch.device, capt
         retraction=recipe.retraction,
         transport=recipe.transport,
         max_angle=recipe.max_angle,
-        direction=recipe.direction,
         weight_decay=recipe.weight_decay,
         decay_all=recipe.decay_all,
         layer_decay=recipe.layer_decay,

@@ -1,4 +1,4 @@
-"""The step on a CPU in C++ (native.cpp), for float32: two to four times as fast as plain torch.
+"""The step on a CPU in C++ (step.cpp), for float32: two to four times as fast as plain torch.
 
 Optional: it is compiled at first use, if there is a compiler, into the user's cache folder ($GRASSY_CACHE, or
 ~/.cache/grassy). Without one, and for what it does not take, the reference does the work.
@@ -23,7 +23,7 @@ from grassy.kernels import reference
 
 __all__ = ["geodesic_step", "large_enough", "unavailable", "worth_it"]
 
-SOURCE = Path(__file__).with_name("native.cpp")
+SOURCE = Path(__file__).with_name("step.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno")
 #: Below this number of elements a step takes well under a millisecond either way.
 WORTH_COMPILING_FOR = 2**20
