@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from grassy import cli
 from grassy.demo import experiment as demo
 
 DEMO = "pip install -c constraints.txt -e '.[demo]' in the source of grassy"
+COMMANDS = ("demo", "train", "validate", "predict", "export", "transfer", "analyze", "report", "recipes")
 
 
 def last_error(capsys):
@@ -75,6 +77,39 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
     assert message in line
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--qui"], "unrecognized arguments: --qui"),
+        (["demo", "--seed", "3"], "unrecognized arguments: --seed 3"),
+        (["train", "digits-grassmann", "--epoch", "1"], "unrecognized arguments: --epoch 1"),
+        (["predict", "image.png", "--check", "run"], "arguments are required: --checkpoint"),
+    ],
+)
+def test_abbreviated_flags_are_refused(capsys, arguments, message):
+    assert cli.main(arguments) == 2
+    assert message in last_error(capsys)
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "demo"], ["demo", "--debug"], ["--debug", "demo", "--debug"]])
+def test_debug_shows_the_traceback_before_the_line_and_keeps_the_exit_code(capsys, monkeypatch, arguments):
+    monkeypatch.setattr(demo, "run", _raises(ValueError("k must be positive")))
+    assert cli.main(arguments) == 2
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert last == "grassy: error: k must be positive"
+
+
+def test_every_command_has_a_file_of_its_own_name_and_shows_its_help(capsys):
+    folder = Path(cli.__file__).parent
+    assert {path.stem for path in folder.glob("*.py")} == {"__init__", "parser", *COMMANDS}
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([name, "--help"])
+        assert ended.value.code == 0
+        assert f"usage: grassy {name} [-h] [--debug]" in capsys.readouterr().out
+
+
 def test_an_output_that_is_a_file_or_lies_in_one_is_one_line(capsys, tmp_path):
     file = tmp_path / "file"
     file.touch()
@@ -112,7 +147,7 @@ def test_errors_of_a_command_are_one_line_and_exit_code_2(capsys, monkeypatch, e
 def test_a_missing_package_is_named_together_with_the_extra_that_brings_it(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)  # what Python takes for "not installed"
     monkeypatch.delitem(sys.modules, "grassy.demo.experiment")
-    monkeypatch.delattr(grassy, "demo")
+    monkeypatch.delattr(grassy.demo, "experiment")
     assert cli.main(["demo"]) == 2
     assert last_error(capsys) == f"grassy: error: grassy demo needs scikit-learn: {DEMO}"
 

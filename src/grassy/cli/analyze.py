@@ -1,0 +1,40 @@
+"""`grassy analyze`: measure the classes and features of a run."""
+
+import argparse
+from pathlib import Path
+
+from grassy.cli.parser import Commands, add_command, add_device
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "analyze",
+        "measure the classes and features of a run: RUN/analysis.json",
+        "grassy analyze runs/resnet50-grassmann --data-dir photos",
+    )
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of a run, or its .safetensors file")
+    parser.add_argument("--data-dir", type=Path, help="as for train; without it the weights alone are measured")
+    parser.add_argument("--split", help="of the data (default: the recipe's val_split; the paper measures on train)")
+    parser.add_argument("--dataset", help="default: the recipe's")
+    parser.add_argument("--cache", type=Path, help="folder for features (default: features in RUN)")
+    parser.add_argument("--batch-size", type=int, default=256, help="images at a time")
+    parser.add_argument("--workers", type=int, help="processes that read images")
+    add_device(parser)
+    parser.set_defaults(run=run, extra="report")
+
+
+def run(args: argparse.Namespace) -> None:
+    from grassy.report.analyze import analyze, render
+
+    result = analyze(
+        args.run_folder,
+        args.data_dir,
+        args.split,
+        args.device,
+        dataset=args.dataset,
+        batch_size=args.batch_size,
+        workers=args.workers,
+        cache=args.cache,
+    )
+    print(render(result))

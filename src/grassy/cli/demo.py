@@ -1,0 +1,26 @@
+"""`grassy demo`: linear and Grassmann heads on handwritten digits."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from grassy.cli.parser import Commands, add_command
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands, "demo", "train a linear and some Grassmann heads on digits; a minute or two", "grassy demo"
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for demo.png and demo.json")
+    parser.add_argument("--seeds", type=int, help="how many times to train each head")
+    parser.add_argument("--quick", action="store_true", help="two heads and two epochs: shows only that it runs")
+    parser.set_defaults(run=run, extra="demo")
+
+
+def run(args: argparse.Namespace) -> None:
+    from grassy.demo import experiment as demo
+
+    settings = demo.QUICK if args.quick else demo.FULL
+    if args.seeds is not None:
+        settings = dataclasses.replace(settings, seeds=args.seeds)
+    demo.run(args.output, settings)

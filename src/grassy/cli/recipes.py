@@ -1,0 +1,27 @@
+"""`grassy recipes`: list the recipes, or show one."""
+
+import argparse
+
+from grassy.cli.parser import Commands, add_command
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "recipes",
+        "list the recipes, with the paper's figures, or show one in full",
+        "grassy recipes 'resnet50d-*'",
+    )
+    parser.add_argument("pattern", nargs="?", default="", help="part of a name, or a pattern such as 'resnet50d-*'")
+    parser.add_argument("--show", action="store_true", help="print the recipe of that name, all fields, as YAML")
+    parser.set_defaults(run=run, extra="train")
+
+
+def run(args: argparse.Namespace) -> None:
+    from grassy.runs import recipe_table as listing
+
+    if args.show:
+        print(listing.show(args.pattern))
+    else:
+        print(listing.table(args.pattern))
+        print("top-1, top-5 (ImageNet) and SVM (mean of six data sets) are the paper's; a run's own are in summary.csv")

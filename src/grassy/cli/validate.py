@@ -1,0 +1,39 @@
+"""`grassy validate`: accuracy of a trained model on labelled images."""
+
+import argparse
+import json
+from pathlib import Path
+
+from grassy.cli.parser import Commands, add_checkpoint, add_command, add_device
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "validate",
+        "accuracy of a trained model on labelled images",
+        "grassy validate --checkpoint runs/resnet50-grassmann --data-dir photos",
+    )
+    add_checkpoint(parser)
+    parser.add_argument("--data-dir", type=Path, help="as for train")
+    parser.add_argument("--split", help="of the data (default: the recipe's val_split)")
+    parser.add_argument("--dataset", help="default: the recipe's")
+    parser.add_argument("--batch-size", type=int, help="images at a time")
+    parser.add_argument("--workers", type=int, help="processes that read images")
+    add_device(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run, extra="train")
+
+
+def run(args: argparse.Namespace) -> None:
+    from grassy.inference.validate import validate
+
+    result = validate(
+        args.checkpoint, args.data_dir, args.split, args.dataset, args.batch_size, args.workers, args.device
+    )
+    if result is None:  # another process speaks
+        return
+    if args.json:
+        print(json.dumps(result.to_dict()))
+    else:
+        print(f"top-1 {result.top1:.2f}, top-5 {result.top5:.2f}, loss {result.loss:.4f} ({result.images} images)")
