@@ -1,16 +1,20 @@
-# `make demo` and `make test` work on a machine with nothing but Python (>= 3.11), pip and make.
+# Every target works on a machine with nothing but Python (>= 3.11), pip and make.
 PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
+PARALLEL ?= -n 2 --dist worksteal
 
-.PHONY: chromium demo test lint bench docs clean
+.PHONY: bench check chromium clean demo docs lint package test
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed-demo  ## train a linear and some Grassmann heads on digits; a minute or two
 	$(RUN) -m grassy demo
 
-test: $(VENV)/installed-dev $(if $(CI),chromium)  ## all tests
-	$(RUN) -m pytest
+check: lint  ## lint, types and the fast tests: under two minutes
+	$(RUN) -m pytest $(PARALLEL) -m "not slow"
+
+test: $(VENV)/installed-dev $(if $(CI),chromium)  ## all tests: under twelve minutes
+	$(RUN) -m pytest $(PARALLEL)
 
 chromium:  ## the browser in which the report page is tested; elsewhere those tests are skipped
 	command -v chromium chromedriver || (apt-get update -qq && apt-get install -y -qq chromium chromium-driver) \
@@ -21,6 +25,18 @@ lint: $(VENV)/installed-dev  ## ruff and mypy
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+# The wheel is built from the sdist, so both are tested, and installed where only the other packages of $(VENV) are seen.
+package: $(VENV)/installed-dev  ## build sdist and wheel, install the wheel into a clean environment, use it there
+	rm -rf dist build
+	$(RUN) -m hatchling build -t sdist -d dist
+	mkdir build && tar xzf dist/*.tar.gz -C build --strip-components 1
+	cd build && $(abspath $(RUN)) -m hatchling build -t wheel -d ../dist
+	$(RUN) -m venv build/clean
+	build/clean/bin/python -m pip install --quiet --disable-pip-version-check --no-index --no-deps dist/*.whl
+	$(RUN) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > dependencies.pth
+	mv dependencies.pth $$(build/clean/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+	build/clean/bin/python -I .ci/smoke.py
+
 bench: $(VENV)/installed-dev  ## the cost of a step on this machine's CPU
 	$(RUN) -m benchmarks.step_cpu
 
@@ -28,7 +44,7 @@ docs: $(VENV)/installed-dev  ## the reference of the public names, from the docs
 	$(VENV)/bin/pdoc -o site grassy grassy.geometry grassy.kernels grassy.heads grassy.optim grassy.surgery grassy.analysis grassy.transfer grassy.report
 
 clean:
-	rm -rf $(VENV) site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # The stamps make a second call install nothing; a change of the requirements makes the next call install again.
 $(VENV)/installed-%: pyproject.toml constraints.txt

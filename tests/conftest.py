@@ -8,7 +8,11 @@ from hypothesis import settings
 
 from grassy.torchvision_import import import_torchvision
 
-os.environ["GRASSY_CACHE"] = tempfile.mkdtemp(prefix="grassy-tests-")  # tests leave nothing in the user's cache
+# Tests leave nothing in the user's cache. The processes of pytest-xdist inherit the folder of the process that starts
+# them, so that what is compiled is compiled once.
+OWNS_CACHE = "PYTEST_XDIST_WORKER" not in os.environ
+if OWNS_CACHE:
+    os.environ["GRASSY_CACHE"] = tempfile.mkdtemp(prefix="grassy-tests-")
 
 import_torchvision()  # before any test imports timm
 
@@ -19,10 +23,28 @@ settings.register_profile("grassy", deadline=None, max_examples=40, derandomize=
 settings.load_profile("grassy")
 
 
+# A marker for what a test needs, whether it is here, and why the test is skipped where it is not.
+NEEDS = {
+    "gpu": (torch.cuda.is_available(), "needs a CUDA GPU"),
+    "browser": (
+        all(map(shutil.which, ("chromium", "chromedriver"))),
+        "Chromium is missing: apt-get install chromium chromium-driver",
+    ),
+}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for marker, (here, reason) in NEEDS.items():
+            if item.get_closest_marker(marker) and not here:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
 
 
 def pytest_unconfigure():
-    shutil.rmtree(os.environ["GRASSY_CACHE"], ignore_errors=True)
+    if OWNS_CACHE:
+        shutil.rmtree(os.environ["GRASSY_CACHE"], ignore_errors=True)
