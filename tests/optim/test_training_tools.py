@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import grassy
 from grassy import geometry as g
-from optimizer_cases import BASES, a_model, data, every_base, train
+from optimizer_cases import BASES, a_model, assert_identical, data, every_base, train, weights
 
 
 @every_base
@@ -85,10 +85,15 @@ def test_with_a_fused_base_the_grad_scaler_hands_over_its_scale_and_flag(unscale
 
 
 def test_a_grad_scaler_may_find_nothing_to_step():
-    optimizer = grassy.make_optimizer(a_model(), "adamw", lr=0.01, fused=True)
+    model = a_model()
+    before = weights(model)
+    optimizer = grassy.make_optimizer(model, "adamw", lr=0.01, fused=True)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)  # asks for nothing: there are no gradients
+    assert_identical(weights(model), before)
+    train(model, optimizer, range(1))  # and the next step is an ordinary one
+    assert not torch.equal(model[3].weight, before["3.weight"])
 
 
 def test_clipping_uses_the_riemannian_norm_of_subspaces():

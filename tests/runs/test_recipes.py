@@ -217,8 +217,9 @@ def test_timm_knows_every_interpolation_that_a_recipe_may_name():
     import_timm()
     from timm.data.transforms import str_to_interp_mode, str_to_pil_interp
 
-    for name in CHOICES["interpolation"]:
-        str_to_interp_mode(name), str_to_pil_interp(name)
+    names = list(CHOICES["interpolation"])
+    assert [str_to_interp_mode(name).value for name in names] == names
+    assert [str_to_pil_interp(name).name.lower() for name in names] == names
 
 
 def test_timm_knows_the_models_and_the_augmentations_of_all_recipes():

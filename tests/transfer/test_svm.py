@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grassy.transfer.solvers.folds as folds_module
 import grassy.transfer.solvers.svm as svm_module
 from grassy.transfer import KNN, LinearSVM, LogisticProbe, search_knn, search_probe, search_svm
+from grassy.transfer.solvers.design_matrix import Design
 from grassy.transfer.solvers.folds import stratified_folds
+from grassy.transfer.solvers.newton import Solver
 from grassy.transfer.solvers.probe import Softmax
 from grassy.transfer.solvers.scaling import mean_norm
 from grassy.transfer.solvers.svm import SquaredHinge
@@ -99,16 +101,23 @@ def test_the_gap_bounds_the_distance_from_the_minimum(C):
         assert (found.gap_ <= tol).all()
 
 
-def test_half_the_squared_gradient_is_the_duality_gap():
+def test_the_gap_at_any_weights_is_the_duality_gap():
     generator = np.random.default_rng(0)
-    x = np.c_[generator.normal(size=(30, 4)), np.ones(30)]
-    y, w, C = np.sign(generator.normal(size=30)), generator.normal(size=5), 0.7
+    features, y, w, C = (
+        generator.normal(size=(30, 4)),
+        np.sign(generator.normal(size=30)),
+        generator.normal(size=5),
+        0.7,
+    )
+    x = np.c_[features, np.ones(30)]
     excess = np.maximum(0, 1 - y * (x @ w))
-    gradient = w - 2 * C * x.T @ (y * excess)
     alpha = 2 * C * excess
     primal = w @ w / 2 + C * excess @ excess
     dual = alpha.sum() - np.square(x.T @ (alpha * y)).sum() / 2 - alpha @ alpha / (4 * C)
-    assert primal - dual == pytest.approx(gradient @ gradient / 2)
+    solver = Solver(Design(torch.from_numpy(features), 1.0), penalised=True, tol=1e-6, max_iter=0)
+    found = solver.evaluate(SquaredHinge(torch.from_numpy(y)[:, None]), C, torch.from_numpy(w)[:, None, None])
+    assert float(found.value) == pytest.approx(primal)
+    assert float(found.gap) == pytest.approx(primal - dual)
 
 
 @pytest.mark.parametrize("classes", [2, 3, 5])
