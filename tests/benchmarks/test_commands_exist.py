@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_training_runs_on_a_cpu(tmp_path):
     command = [sys.executable, "-m", "benchmarks.train_epoch", "--digits", "--epochs", "2", "--turns", "1"]
     output = tmp_path / "result.json"

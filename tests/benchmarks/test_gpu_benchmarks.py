@@ -77,6 +77,7 @@ def test_the_benchmark_of_factorisations_runs_on_a_cpu(run):
     assert all(set(row["ms"]) == {"svd", "qr"} and row["step_ms"] > 0 for row in result["rows"])
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_iterations_runs_on_a_cpu(run):
     options = ["--device", "cpu", "--models", "resnet10t:2", "--image-size", 32, "--rounds", 1]
     result = run("iteration", *options, "--peers")
@@ -86,7 +87,7 @@ def test_the_benchmark_of_iterations_runs_on_a_cpu(run):
     assert set(row["ms"]) == {"linear", "grassmann", "plain torch", "algorithm 1"}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("model", ["resnet10t:2", "resnet18:8"])
 def test_the_benchmark_of_iterations_runs_on_a_gpu(run, model):
     result = run("iteration", "--models", model, "--image-size", 64, "--rounds", 1, "--peers")

@@ -389,7 +389,7 @@ def test_there_are_no_more_workers_than_processors(tmp_path, recwarn):
     assert worker_options(processors() + 1, CPU.device)["num_workers"] == processors() + 1  # a stream's order needs it
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_batch_goes_to_the_device_without_waiting_for_the_next():
     drawn = []
 

@@ -58,6 +58,7 @@ def logits_of_model(checkpoint, images):
         return load(checkpoint)(images)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "model", "suffix"),
     [
@@ -88,6 +89,7 @@ def test_a_fixed_batch_size_is_the_only_one_that_the_file_takes(checkpoint, tmp_
         read(file, torch.randn(3, 3, SIZE, SIZE))
 
 
+@pytest.mark.slow
 def test_an_onnx_file_is_valid_named_and_says_how_its_images_are_prepared(checkpoint, tmp_path, capfd):
     file = export(checkpoint, tmp_path / "new/folder/model.ONNX", opset=18)
     captured = capfd.readouterr()
@@ -123,6 +125,7 @@ def check_description(text):
     assert described["head"] == {"name": "grassmann"}
 
 
+@pytest.mark.slow
 def test_large_weights_lie_beside_the_onnx_file(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
     file = export(checkpoint, tmp_path / "model.onnx")
@@ -185,6 +188,7 @@ def test_not_a_number_is_no_agreement(checkpoint):
         exporting._check(model, model, (1,), Description("m", 5, {}, img_size=8), "x.onnx")
 
 
+@pytest.mark.slow
 def test_without_onnxruntime_the_file_is_written_and_said_to_be_unchecked(checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     file = export(checkpoint, tmp_path / "model.onnx")

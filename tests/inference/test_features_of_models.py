@@ -46,6 +46,7 @@ def test_features_are_what_the_classifier_is_given(run, tmp_path):
     torch.testing.assert_close(model.head(found.features), model(pixels), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["timm/resnet18", "torchvision/resnet18", "timm/vgg11", "timm/deit_tiny_distilled_patch16_224"]
 )

@@ -9,12 +9,7 @@ import time
 import urllib.error
 import urllib.request
 
-HOW_TO_GET_IT = "Chromium is missing: apt-get install chromium chromium-driver"
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name for a reference to an element
-
-
-def is_missing():
-    return not (shutil.which("chromium") and shutil.which("chromedriver"))
 
 
 class WebDriverError(Exception):

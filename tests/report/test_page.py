@@ -32,6 +32,7 @@ def test_the_page_refers_to_nothing_outside_of_itself():
     assert "{{" not in page.split('id="data"')[0]
 
 
+@pytest.mark.slow
 def test_a_thousand_classes_of_eight_angles_and_samples_stay_below_12_megabytes():
     torch.manual_seed(0)
     names = [f"n{i:08d} a synset of words" for i in range(1000)]

@@ -11,7 +11,7 @@ from report_cases import make_run, random_run, tiny_images
 from grassy.report.packing import unpack_angles
 from grassy.report.page import of_paper, report, write_page
 
-pytestmark = pytest.mark.skipif(chromium.is_missing(), reason=chromium.HOW_TO_GET_IT)
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 HOSTILE = "<img src=x onerror=alert(1)>"
 NAMES = ["cat", HOSTILE, "dog", "snowy owl", "newt"]
 

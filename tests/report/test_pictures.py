@@ -44,6 +44,7 @@ def boxes(figure, texts):
     return [text.get_window_extent(canvas.get_renderer()) for text in texts if text.get_text()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("classes", "angles", "long"), [(40, [1], True), (20, None, True), (28, None, False)])
 def test_the_names_of_classes_differ_and_do_not_overlap(classes, angles, long):
     names = [f"{i} is the number of a class" for i in range(classes // 2)]
@@ -90,6 +91,7 @@ def test_every_class_is_seen_where_cells_are_smaller_than_pixels():
         assert np.abs(column - np.median(column, axis=0)).max() > 20
 
 
+@pytest.mark.slow
 def test_every_picture_can_be_written_for_print_and_for_the_screen(tmp_path):
     figures = {
         "heatmaps": pictures.angle_heatmaps(SUBSPACES),

@@ -37,6 +37,7 @@ def folder(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_takes_a_step(name, folder, tmp_path):
     recipe = load_recipe(name)

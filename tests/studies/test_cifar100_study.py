@@ -45,6 +45,7 @@ def call(monkeypatch, module, *words):
 # ------------------------------------------------------------------------------------------------ end to end
 
 
+@pytest.mark.slow
 def test_the_study_tunes_runs_answers_and_resumes(data, tmp_path, monkeypatch, capsys):
     results, page = tmp_path / "results.jsonl", tmp_path / "page.md"
     where = ["--data-dir", data, "--results", results, "--scratch", tmp_path / "scratch", "--only", *ROWS_RUN]
@@ -90,6 +91,7 @@ def test_the_study_tunes_runs_answers_and_resumes(data, tmp_path, monkeypatch, c
     assert "jobs remain" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_all_heads_share_the_compiled_network(data, tmp_path, monkeypatch):
     sizes, rows = [], ("softmax", "cosine", "grassmann-8")
 

@@ -106,6 +106,7 @@ def test_the_intercept_is_not_regularised():
     assert float(model.intercept_) == pytest.approx(np.log(1 / 99), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_search_finds_the_accuracies_of_grid_search():
     features, labels = digits()
     features, labels = features[:500], labels[:500]
