@@ -67,14 +67,14 @@ def write_arrays(data_dir: Path, folder: Path, view: View) -> None:
     images, FOLDER/final, and a folder for each transfer set. What is there already, of the same images, is left.
     """
     sets = {name: find_set(name, data_dir) for name in ("cifar100", *SETS)}
-    looks = [_look(images) for data in sets.values() for images in (data.train, data.test)]
+    looks = [look(images) for data in sets.values() for images in (data.train, data.test)]
     stamp, source = folder / STAMP, json.dumps([str(data_dir), *view, HELD_OUT, HELD_OUT_SEED, looks])
     if stamp.exists() and stamp.read_text() == source:
         return
     stamp.unlink(missing_ok=True)  # from here on until all is written there is something of both
     parts = {}
     for name, data in sets.items():
-        parts[name] = {"train": _arrays(data.train, view), "test": _arrays(data.test, view)}
+        parts[name] = {"train": as_arrays(data.train, view), "test": as_arrays(data.test, view)}
     parts["final"] = parts.pop("cifar100")
     x, y = parts["final"]["train"]
     kept, held_out = split(y)
@@ -86,7 +86,7 @@ def write_arrays(data_dir: Path, folder: Path, view: View) -> None:
     stamp.write_text(source)
 
 
-def _look(images: Images) -> str:
+def look(images: Images) -> str:
     """A digest by which other images are told from these: of their number, their labels, and some of them."""
     labels = images.labels()
     digest = hashlib.sha256(b"" if labels is None else np.asarray(labels, np.int64).tobytes())
@@ -96,7 +96,7 @@ def _look(images: Images) -> str:
     return f"{len(images)}-{digest.hexdigest()[:16]}"
 
 
-def _arrays(images: Images, view: View) -> tuple[np.ndarray, np.ndarray]:
+def as_arrays(images: Images, view: View) -> tuple[np.ndarray, np.ndarray]:
     """All images, resized and cropped as test images are: uint8 (N, H, W, 3), and labels."""
     if isinstance(images, ArrayImages) and images.images.shape[1:3] == (view.size, view.size) and view.crop_pct == 1:
         return images.images, images.labels()

@@ -327,7 +327,7 @@ def _job(
     overrides: Sequence[str],
     start: Job | None = None,
 ) -> Job:
-    changes = {**changes, "seed": seed, **_parsed(tuple(overrides))}
+    changes = {**changes, "seed": seed, **parsed(tuple(overrides))}
     # Looked at once, at the end: nothing is chosen by the epoch.
     changes |= {"val_interval": changes["epochs"], "checkpoint_interval": 1e6}
     return Job(stage, row, number, base, changes, start)
@@ -340,7 +340,7 @@ def _recipe(base: str, changes: str) -> Recipe:
 
 
 @functools.cache
-def _parsed(overrides: tuple[str, ...]) -> dict[str, Any]:
+def parsed(overrides: tuple[str, ...]) -> dict[str, Any]:
     import yaml
 
     found = {}

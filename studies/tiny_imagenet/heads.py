@@ -190,7 +190,7 @@ class MeanSubspaceHead(GrassmannHead):
         along = torch.einsum("ckn,cn->ck", self.weight, mean)
         rest = flat.float() - linear(z, mean).float().unsqueeze(-1) * along
         length = (rest.square().sum(-1) + 1e-12).sqrt()
-        return self.beta * linear(z, self.mean, self.bias).float() + self.gamma * length
+        return self.beta * linear(z, self.mean).float() + self.bias + self.gamma * length
 
 
 HEADS.update(

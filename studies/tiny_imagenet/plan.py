@@ -19,7 +19,7 @@ from typing import Any
 import studies.tiny_imagenet.heads as own_heads
 from grassy.runs.recipe import Recipe
 from studies.cifar100 import plan as cifar100
-from studies.cifar100.plan import Job, Lines, read, to_do
+from studies.cifar100.plan import Job, Lines, parsed, read, to_do
 
 AUDIT, TRIALS, SPLITS, FINAL, GENERALISE, GENERALISE_FINAL, COARSE, OPEN = PARTS = (
     "audit",
@@ -526,4 +526,4 @@ def recipe_of(entry: Entry) -> Recipe:
     return entry.recipe
 
 
-__all__ = ["ARMS", "PARTS", "Entry", "Lines", "plan", "read", "score", "seconds", "to_do", "transfer"]
+__all__ = ["ARMS", "PARTS", "Entry", "Lines", "parsed", "plan", "read", "score", "seconds", "to_do", "transfer"]
