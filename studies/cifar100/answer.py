@@ -1,4 +1,4 @@
-"""Tables, pictures and verdicts from results.jsonl, written between the marks of docs/results.md.
+"""Tables with the verdicts, and pictures, from results.jsonl, put between the marks of docs/results.md.
 
     python -m studies.cifar100.answer
 
@@ -6,14 +6,14 @@ No verdict is written by hand: claims.py has the rule. With runs missing, it say
 """
 
 import argparse
-import re
+import functools
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import markdown
 from studies.cifar100.claims import FEWEST, NOT_YET, Study, claims, verdict
 from studies.cifar100.pictures import pictures
-from studies.cifar100.plan import CONTESTANTS, FIRST_CONTESTANTS, GOAL, HEADS, SETS, TUNE, VARIANTS, Job, plan, read
+from studies.cifar100.plan import CONTESTANTS, FIRST_CONTESTANTS, GOAL, HEADS, SETS, VARIANTS, Job, plan, read
 
 ROOT = Path(__file__).parent.parent.parent
 OWN_RESULTS = Path(__file__).parent.resolve() / "results.jsonl"
@@ -24,9 +24,7 @@ SCALES += ("direction",)
 WORDS = {"head.standardize": "standardised", "head.normalize": "not normalised", "direction": "{}"}
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+table = functools.partial(markdown.table, numbers=False)
 
 
 def claims_table(study: Study) -> str:
@@ -37,21 +35,14 @@ def claims_table(study: Study) -> str:
     return table(["", "claim", "the paper", "here: difference or slope, 95 % interval", "verdict"], rows)
 
 
-def short_list(study: Study) -> str:
-    """The claims and their verdicts alone."""
-    return "\n".join(
-        f"{number}. {text}: **{verdict(parts)}**" for number, (text, _, parts) in enumerate(claims(study), 1)
-    )
-
-
-def goal(study: Study) -> str:
-    """Both contests, and all Grassmann heads beside all softmax heads."""
-    rule = f"top-1 +{GOAL['top1']}, transfer +{GOAL['transfer']:g}, both intervals above 0, {GOAL_SEEDS} seeds"
-    said = [f"The goal: {rule}."]
+def contests_table(study: Study) -> str:
+    """Who met whom, by how much subspaces were ahead, and whether the goal was reached."""
+    rows = []
     for number, (softmax, grassmann) in (("first", FIRST_CONTESTANTS), ("second", CONTESTANTS)):
         leads = [str(study.gap(grassmann, softmax, metric)) for metric in GOAL]
-        said.append(f"The {number} contest: **{contest(study, softmax, grassmann)}**. {'; '.join(leads)}.")
-    return "\n\n".join([*said, leads_table(study)])
+        rows.append([number, *leads, f"**{contest(study, softmax, grassmann)}**"])
+    goals = [f"{name}, the goal: +{value:g}" for name, value in GOAL.items()]
+    return table(["contest", *goals, f"with {GOAL_SEEDS} seeds"], rows)
 
 
 def leads_table(study: Study) -> str:
@@ -91,7 +82,7 @@ def _held_out(study: Study, trial: Job | None) -> list[str]:
 
 
 def trials_table(study: Study) -> str:
-    """All trials of the plan, and how many were made that are no longer part of it."""
+    """All trials of the plan that have been run."""
     rows = []
     for name, trials in study.trials.items():
         for job in (job for job in trials if job.base and job.key in study.lines):
@@ -100,11 +91,6 @@ def trials_table(study: Study) -> str:
             pair = [str(job.changes["epochs"]), f"{job.changes['lr']:g}", f"{job.changes['weight_decay']:g}"]
             mark = "**" if job == study.chosen[name] else ""
             rows.append([f"{mark}{name}{mark}", *pair, ", ".join(facts) or "–", *_held_out(study, job)])
-    planned = {job.key for trials in study.trials.values() for job in trials if job.base}
-    other = sum(line["stage"] == TUNE and key not in planned for key, line in study.lines.items())
-    note = f"\n\n{other} more trials were made with settings that were later taken out of the plan." if other else ""
-    left = sum(not job.base or job.key not in study.lines for trials in study.trials.values() for job in trials)
-    note += f"\n\n{left} trials are not yet run." if left else ""
     head = [
         "",
         "epochs",
@@ -114,7 +100,7 @@ def trials_table(study: Study) -> str:
         "held-out top-1",
         "cross-validated transfer",
     ]
-    return table(head, rows) + note
+    return table(head, rows)
 
 
 def rows_table(study: Study) -> str:
@@ -124,9 +110,7 @@ def rows_table(study: Study) -> str:
         for row, runs in study.runs.items()
         if runs
     ]
-    left = [row for row, runs in study.runs.items() if not runs]
-    note = f"\n\n{NOT_YET.capitalize()}: {', '.join(left)}." if left else ""
-    return table(["", "seeds", "top-1", "variability, °", "R²", "effective rank", "transfer", *SETS], rows) + note
+    return table(["", "seeds", "top-1", "variability, °", "R²", "effective rank", "transfer", *SETS], rows)
 
 
 def settings_table(study: Study) -> str:
@@ -175,31 +159,15 @@ def described(job: Job) -> list[str]:
     return [", ".join([words, *more]), f"{recipe.lr:g}, {recipe.weight_decay:g}"]
 
 
-def about(study: Study) -> str:
+def about_table(study: Study) -> str:
     """Where the figures come from."""
     lines = [line for runs in study.runs.values() for line in runs]
-    if not lines:
-        return f"Final runs: {NOT_YET}."
     facts = {name: ", ".join(sorted({str(line[name]) for line in lines})) for name in ("device", "torch", "grassy")}
-    days = sorted(line["started"][:10] for line in lines)
+    days = sorted(line["started"][:10] for line in lines) or [NOT_YET]
     failed = sum("error" in line for line in study.lines.values())
-    return (
-        f"{len(lines)} final runs, {days[0]} to {days[-1]}, on {facts['device']}, torch {facts['torch']}, grassy "
-        f"{facts['grassy']}; {failed} of all {len(study.lines)} jobs failed. Mean ± standard error."
-    )
-
-
-# ------------------------------------------------------------------------------------------------ pages
-
-
-def write(page: Path, blocks: dict[str, str]) -> None:
-    """Put each block between its marks, <!-- study:NAME --> and <!-- /study -->, where the page has them."""
-    text = page.read_text()
-    for name, block in blocks.items():
-        marks = rf"(<!-- study:{name} -->\n).*?(<!-- /study -->)"
-        filled = block.replace("\\", r"\\")
-        text = re.sub(marks, rf"\g<1>{filled}\n\g<2>", text, flags=re.DOTALL)
-    page.write_text(text)
+    rows = [[str(len(lines)), " to ".join(dict.fromkeys([days[0], days[-1]])), *facts.values()]]
+    rows[0] += [str(len(study.lines)), str(failed)]
+    return table(["final runs", "days", *facts, "all jobs", "failed"], rows)
 
 
 def main() -> None:
@@ -226,19 +194,22 @@ def main() -> None:
     if not known & lines.keys():
         parser.error(f"none of the {len(lines)} runs in {args.results} is of this plan: with --set, give what run had")
     blocks = {
-        "about": about(study),
-        "short": short_list(study),
+        "about": about_table(study),
         "claims": claims_table(study),
-        "goal": goal(study),
+        "contests": contests_table(study),
+        "leads": leads_table(study),
         "rows": rows_table(study),
         "settings": settings_table(study),
         "trials": trials_table(study),
         "summary": summary(study),
-        "pictures": pictures(study, args.images) if args.images else "",
     }
+    if args.images:
+        pictures(study, args.images)
     for page in args.pages:
-        write(page, blocks)
-    print(blocks["about"], blocks["claims"], blocks["goal"], blocks["rows"], sep="\n\n")
+        markdown.fill(page, blocks)
+    print(*(blocks[name] for name in ("about", "claims", "contests", "leads", "rows")), sep="\n\n")
+    left = sum(not job.base or job.key not in lines for job in plan(lines, args.overrides))
+    print(f"\n{left} jobs are {NOT_YET}" if left else "\nall jobs are run")
 
 
 if __name__ == "__main__":

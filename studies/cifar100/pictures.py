@@ -11,8 +11,8 @@ from studies.cifar100.claims import UNITS, Study
 from studies.cifar100.plan import KS, VARIANTS
 
 
-def pictures(study: Study, folder: Path) -> str:
-    """Two pictures, of what k does and of top-1 against transfer, as far as there is something to draw; their links."""
+def pictures(study: Study, folder: Path) -> None:
+    """Two pictures, of what k does and of top-1 against transfer, as far as there is something to draw."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -24,7 +24,6 @@ def pictures(study: Study, folder: Path) -> str:
 
     rows = [row for row, runs in study.runs.items() if runs]
     ks = [k for k in KS if f"grassmann-{k}" in rows]
-    links = []
     folder.mkdir(parents=True, exist_ok=True)
     if len(ks) > 1 and "softmax" in rows:
         figure, axes = plt.subplots(1, len(UNITS), figsize=(13, 3), layout="constrained")
@@ -36,7 +35,6 @@ def pictures(study: Study, folder: Path) -> str:
             axis.minorticks_off()
         axes[0].legend()
         figure.savefig(folder / "results-k.png", dpi=150)
-        links.append("![What k does to top-1, transfer, variability and class separation](images/results-k.png)")
     rows = [row for row in rows if row not in VARIANTS or not VARIANTS[row].start]  # those trained for twice as long
     if len(rows) > 1:
         figure, axis = plt.subplots(figsize=(8, 6), layout="constrained")
@@ -54,11 +52,7 @@ def pictures(study: Study, folder: Path) -> str:
         kinds = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
         axis.legend(kinds.values(), kinds, loc="lower left", frameon=False)
         figure.savefig(folder / "results-front.png", dpi=150)
-        links.append(
-            "![Top-1 against transfer, with standard errors; dotted: not beaten in both](images/results-front.png)"
-        )
     plt.close("all")
-    return "\n\n".join(links)
 
 
 def best_of_both(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -203,15 +203,16 @@ def test_a_claim_is_decided_by_the_runs(tmp_path):
     found = answer.claims_table(study).splitlines()[2:]
     assert [line.split("**")[1] for line in found[:3]] == ["holds", "holds", "holds"]
     assert "does not hold" not in found[3]  # nothing grows: neither holds nor fails
-    assert answer.goal(study).count("**reached**") == 2
-    assert answer.goal(Study(lines_with(lambda line: 60))).count("**not reached**") == 2
+    assert answer.contests_table(study).count("**reached**") == 2
+    assert answer.contests_table(Study(lines_with(lambda line: 60))).count("**not reached**") == 2
     fewer = Study({key: line for key, line in study.lines.items() if line["number"] not in (104, 204)})
-    assert answer.goal(fewer).count(f"**{NOT_YET}**") == 2
+    assert answer.contests_table(fewer).count(f"**{NOT_YET}**") == 2
     assert "grassy train cifar100-resnet18-grassmann head.gamma=12 lr=0.1 weight_decay=0.001" in answer.settings_table(
         study
     )
     assert "74.00 ± 0.04" in answer.summary(study)
-    assert "images/results-k.png" in answer.pictures(study, tmp_path)
+    answer.pictures(study, tmp_path)
+    assert {picture.name for picture in tmp_path.iterdir()} == {"results-k.png", "results-front.png"}
 
 
 def test_a_contest_in_which_runs_diverged_is_not_waited_for():

@@ -65,9 +65,7 @@ def test_the_study_tunes_runs_answers_and_resumes(data, tmp_path, monkeypatch, c
     assert all(line["start_top1"] == began[line["start"]] for line in final["finetune-head"])
     assert not list((tmp_path / "scratch" / "runs").iterdir())  # numbers stay, weights do not
 
-    page.write_text(
-        "before\n<!-- study:claims -->\nold\n<!-- /study -->\n<!-- study:rows -->\n<!-- /study -->\nafter\n"
-    )
+    page.write_text("before\n<!-- table: claims -->\nold\n<!-- end -->\n<!-- table: rows -->\n<!-- end -->\nafter\n")
     call(monkeypatch, answer, "--results", results, "--pages", page, "--images", tmp_path / "images", "--set", *TINY)
     text = page.read_text()
     assert (text[:7], text[-6:]) == ("before\n", "after\n")
@@ -192,6 +190,14 @@ def test_other_results_than_our_own_do_not_change_our_pages(tmp_path, monkeypatc
     call(monkeypatch, answer, "--results", tmp_path / "one.jsonl")
     assert [page.read_text() for page in pages] == before
     assert "not yet run" in capsys.readouterr().out
+
+
+def test_the_tables_in_docs_have_the_figures_of_the_results(tmp_path, monkeypatch):
+    for name in ("docs/results.md", "README.md"):
+        page, own = tmp_path / "page.md", answer.ROOT / name
+        page.write_text(own.read_text())
+        call(monkeypatch, answer, "--pages", page, "--images", tmp_path)
+        assert page.read_text() == own.read_text(), "run python -m studies.cifar100.answer"
 
 
 def test_what_cannot_be_answered_or_run_is_said_in_one_line(data, tmp_path, monkeypatch, capsys):
