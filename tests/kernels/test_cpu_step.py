@@ -44,7 +44,11 @@ def test_it_agrees_with_the_float64_reference_on_awkward_shapes(classes, k, n, t
     assert g.orthonormality_error(moved.double()) < 1e-6
 
 
-@pytest.mark.parametrize("options", [{}, {"transport": "parallel"}, {"maximize": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"transport": "parallel"}, {"maximize": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("k", [3, 4, 5])
 def test_it_agrees_with_the_reference_in_all_rare_cases(options, k):
     w = g.random_subspace(40, k, 33)

@@ -15,9 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grassy.transfer.solvers.folds as folds_module
 import grassy.transfer.solvers.svm as svm_module
 from grassy.transfer import KNN, LinearSVM, LogisticProbe, search_knn, search_probe, search_svm
-from grassy.transfer.solvers.design_matrix import Design
 from grassy.transfer.solvers.folds import stratified_folds
-from grassy.transfer.solvers.newton import Solver
 from grassy.transfer.solvers.probe import Softmax
 from grassy.transfer.solvers.scaling import mean_norm
 from grassy.transfer.solvers.svm import SquaredHinge
@@ -114,7 +112,7 @@ def test_the_gap_at_any_weights_is_the_duality_gap():
     alpha = 2 * C * excess
     primal = w @ w / 2 + C * excess @ excess
     dual = alpha.sum() - np.square(x.T @ (alpha * y)).sum() / 2 - alpha @ alpha / (4 * C)
-    solver = Solver(Design(torch.from_numpy(features), 1.0), penalised=True, tol=1e-6, max_iter=0)
+    solver = LinearSVM(C)._solver(torch.from_numpy(features))
     found = solver.evaluate(SquaredHinge(torch.from_numpy(y)[:, None]), C, torch.from_numpy(w)[:, None, None])
     assert float(found.value) == pytest.approx(primal)
     assert float(found.gap) == pytest.approx(primal - dual)
