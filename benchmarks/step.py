@@ -10,7 +10,6 @@ launch one is not in it, and where it turns far.
 """
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,34 +36,18 @@ def svd_step(s: Tensor, m: Tensor, d: Tensor, lr: float = LR) -> None:
     s.copy_(((s @ vt.mT) * (lr * sigma).cos().unsqueeze(-2) + u * (lr * sigma).sin().unsqueeze(-2)) @ vt)
 
 
-def other_way(w: Tensor, d: Tensor, m: Tensor, counts: Tensor) -> tuple[str, Callable[[], None]]:
-    """Of a class that fits into registers: the kernel in Triton that it does not go to."""
-    from grassy.kernels.triton import register_step as triton_step  # not everyone has Triton
-    from grassy.kernels.triton import step as triton_stream
-
-    name, launch = ("streamed", triton_stream.launch)
-    if triton_step.streamed(w):
-        name, launch = ("in registers", triton_step._launch)
-    options: dict[str, Any] = {"transport": "projection", "max_angle": None, "maximize": False, "skip": None}
-    return f"triton, {name}", lambda: launch(w, d, m, counts, LR, MOMENTUM, **options)
-
-
 def measure(classes: int, k: int, n: int, bandwidth: float, peers: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     w = geometry.random_subspace(classes, k, n, device="cuda")
     d, m = 1e-3 * torch.randn_like(w), torch.zeros_like(w)
-    chosen = kernels.choose("auto", w)
-    others = [name for name in ("cuda", "triton") if name != chosen and not kernels._impossible(name, w)]
+    chosen = kernels.choose("auto", w, d, m)
+    others = [name for name, reason in kernels.explain(w, d, m).items() if reason is None and name != chosen]
     counts = torch.zeros(2, dtype=torch.int64, device="cuda")
 
     def step(impl: str) -> None:
         kernels.geodesic_steps([w], [d], [m], LR, MOMENTUM, counts=[counts], impl=impl)  # as the optimizer calls it
 
-    names = ["auto", *others, "reference"]
-    contestants = {name: captured(lambda name=name: step(name)) for name in names}
-    if "triton" in (chosen, *others) and kernels._load("triton").fits(w):
-        name, launch = other_way(w, d, m, counts)
-        contestants[name] = captured(launch)
+    contestants = {name: captured(lambda name=name: step(name)) for name in ["auto", *others]}
     contestants["launch"] = captured(lambda: counts.add_(0))  # next to nothing: what comes with every launch
     source = torch.empty(5 * w.numel() // 2, device="cuda")
     target = torch.empty_like(source)

@@ -74,7 +74,7 @@ def measure(classes: int, k: int, n: int, bandwidth: float) -> dict[str, Any]:
 
     plans = list(candidates(k, n, torch.cuda.get_device_capability()))
     with ThreadPoolExecutor() as pool:  # kept on the disk, so that the second look finds them
-        reasons = list(pool.map(lambda chosen: cuda_step._failure(chosen, w.device), plans))
+        reasons = list(pool.map(lambda chosen: cuda_step._failure(chosen, False, False, w.device), plans))
     works: dict[str, Any] = {"as it is": captured(step)}
     for chosen, reason in zip(plans, reasons, strict=True):
         for pause in PAUSES if reason is None else ():

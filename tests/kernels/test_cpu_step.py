@@ -187,19 +187,63 @@ def test_autograd_notices_that_the_weight_has_changed():
         loss.backward()
 
 
-def test_without_momentum_and_for_other_precisions_and_layouts_it_does_what_the_reference_does():
-    w, d = g.random_subspace(5, 3, 20), torch.randn(5, 3, 20)
-    for prepare in (
-        lambda x: x.clone(),
-        lambda x: x.double(),
-        lambda x: x.mT.contiguous().mT,
+def test_what_it_does_not_support_is_refused_and_left_to_the_reference_by_auto():
+    w = g.random_subspace(5, 3, 20)
+    turned = w.mT.contiguous().mT
+    for weight, grad, momentum, options in (
+        (w.double(), w.double(), None, {}),
+        (turned, w, None, {}),
+        (w, turned, None, {}),
+        (w, w.bfloat16(), None, {}),
+        (w, w, w.bfloat16(), {}),
+        (w, w, None, {"retraction": "qf"}),
+        (w, w, None, {"max_angle": 0.1}),
     ):
-        results = []
-        for impl in ("reference", "native"):
-            moved = prepare(w)
-            kernels.geodesic_step(moved, prepare(d), None, 0.1, impl=impl)
-            results.append(moved)
-        assert torch.allclose(*results, atol=1e-6)
+        assert kernels.explain(weight, grad, momentum, **options)["reference"] is None
+        before = weight.clone()
+        with pytest.raises(RuntimeError, match=r"impl='native' cannot be used here: it supports .+"):
+            kernels.geodesic_step(weight, grad, momentum, 0.1, 0.9, impl="native", **options)
+        assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("impl", ["native", "reference"])
+@pytest.mark.parametrize("transport", kernels.TRANSPORTS)
+@pytest.mark.parametrize(("k", "n"), [(4, 16), (3, 7), (8, 1040), (1, 1), (8, 8), (33, 33)])
+def test_a_gradient_inside_the_subspace_of_any_size_leaves_the_class_on_the_manifold(k, n, transport, impl):
+    """With k = n every gradient is inside."""
+    w = g.random_subspace(3, k, n)
+    inside = torch.randn(3, k, k) @ w
+    for size in (0.2, 1.0, 10.0, 1e3, 1e6, 1e12):
+        d = size * inside / torch.linalg.matrix_norm(inside, keepdim=True)
+        moved, buffer, counts = steps(w, d[None], impl, torch.float32, lr=1.0, transport=transport)
+        assert g.orthonormality_error(moved.double()) < 1e-6, size
+        assert buffer.isfinite().all()
+        assert counts.skipped == 0
+
+
+DEFAULTS = """
+import torch
+from grassy import geometry, kernels
+w = geometry.random_subspace(2**9, 8, 64)
+d, m, counts = torch.randn_like(w), torch.zeros_like(w), torch.zeros(2, dtype=torch.int64)
+expected = w.clone(), m.clone()
+kernels.geodesic_step(expected[0], d, expected[1], 0.1, 0.9, impl="reference")
+{change}
+for impl in 3 * ("native", "reference"):
+    moved, buffer = w.clone(), m.clone()
+    kernels.geodesic_steps([moved], [d], [buffer], 0.1, 0.9, counts=[counts], impl=impl)
+    kernels.geodesic_step(moved.clone(), d, buffer.clone(), 0.1, 0.9, impl=impl)
+    assert (moved - expected[0]).abs().max() < 1e-5 and (buffer - expected[1]).abs().max() < 1e-4
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("change", ["set_default_dtype(torch.bfloat16)", 'set_default_device("meta")'])
+def test_the_default_dtype_and_device_of_torch_do_not_matter(change):
+    """In a process of its own, which would end in memory corruption."""
+    code = DEFAULTS.format(change=f"torch.{change}")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "fine\n", result.stderr[-2000:]
 
 
 def test_it_is_chosen_for_large_float32_weights_on_a_cpu_alone():

@@ -8,7 +8,7 @@ import torch
 from grassy import geometry as g
 from grassy import kernels
 
-triton_step = pytest.importorskip("grassy.kernels.triton.register_step", reason="triton is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -132,8 +132,8 @@ def test_large_turns_are_taken_with_care(shape):
     assert compare(w, d, m, "cuda", max_angle=0.3)[0] < 1.5e-6
 
 
-STREAMED = [(5, 3, 4100), (5, 5, 1000), (5, 8, 768), (5, 8, 2047), (5, 16, 2048), (4, 17, 129), (3, 32, 2048),
-            (4, 33, 129), (3, 64, 256), (3, 64, 2048)]  # fmt: skip
+STREAMED = [(5, 2, 64), (5, 3, 4100), (5, 5, 1000), (5, 8, 768), (5, 8, 2047), (5, 16, 2048), (4, 17, 129),
+            (3, 32, 2048), (4, 33, 129), (3, 64, 256), (3, 64, 2048)]  # fmt: skip
 
 
 @pytest.mark.parametrize("lr", [5e-4, 5e-3, 0.05])
@@ -141,7 +141,6 @@ STREAMED = [(5, 3, 4100), (5, 5, 1000), (5, 8, 768), (5, 8, 2047), (5, 16, 2048)
 @pytest.mark.parametrize("shape", STREAMED, ids=str)
 def test_what_is_streamed_by_triton_agrees(shape, transport, lr):
     w, d, m = case(shape)
-    assert triton_step.streamed(w)
     for options in ({}, {"max_angle": 0.01}):
         distance, momentum, error = compare(w, d, m, "triton", lr, transport=transport, **options)
         assert distance < (1e-6 if shape[2] <= 2048 and shape[1] <= 32 else 3e-6)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from grassy import geometry as g
 from grassy import kernels
-from grassy.kernels import reference
+from grassy.kernels import dispatch, logits, reference, triton
 from grassy.kernels.cuda import nvrtc
 from grassy.kernels.cuda import step as cuda_step
 from grassy.kernels.cuda.step import plan, source
@@ -73,38 +73,63 @@ def test_how_large_a_class_may_be_is_what_the_documentation_says():
     assert f"an A100 takes 8 x {largest(8, (8, 0)):,} and an RTX 4090 8 x {largest(8, (8, 9)):,}" in text
 
 
-@pytest.mark.parametrize(
-    ("k", "n", "first"),
-    [(1, 2048, "triton"), (2, 4096, "triton"), (2, 4097, "cuda"), (1, 8193, "cuda"), (3, 8, "cuda")],
-)
-def test_only_classes_that_fit_into_registers_come_before_tensor_cores(k, n, first):
-    pytest.importorskip("triton", reason="triton is not installed: pip install -e '.[dev]'")
-    facts = {"dtype": torch.float32, "is_contiguous": lambda: True, "numel": lambda: k * n}
-    weight = SimpleNamespace(device=torch.device("cuda", 0), shape=(1, k, n), **facts)
-    assert kernels._order(weight)[0] == first
+def test_small_classes_have_a_plan_that_takes_two_of_them_together():
+    for k in (1, 2):
+        for n in (64, 384, 2048, 4096):
+            chosen = plan(k, n, HOPPER)
+            assert (chosen.classes, chosen.rows) == (2, 8)
 
 
-def test_ops_explain_what_they_choose():
+def test_the_choice_of_the_step_is_explained():
     small = g.random_subspace(3, 2, 8)
     reasons = kernels.explain(small)
     assert list(reasons) == ["native", "reference"]
-    assert reasons["native"]
+    assert "1,048,576 elements" in reasons["native"]
     assert reasons["reference"] is None
     assert kernels.choose("auto", small) == "reference"
     assert kernels.explain(small.to("meta"))["reference"] is None
+    large = torch.empty(2**11, 8, 64)
+    for options, tensors in (({"retraction": "qf"}, ()), ({"max_angle": 1.0}, ()), ({}, (large.bfloat16(),))):
+        assert "it supports" in kernels.explain(large, *tensors, **options)["native"]
+    with pytest.raises(ValueError, match="max_angle must be None or positive"):
+        kernels.explain(large, max_angle=0.0)
 
 
-def test_ops_explain_who_computes_the_logits(monkeypatch):
+def test_the_choice_of_the_logits_is_explained(monkeypatch):
     x, w = torch.randn(5, 8), g.random_subspace(3, 2, 8)
     reasons = kernels.explain_logits(x, w)
     assert list(reasons) == ["triton", "reference"]
     assert "GPU" in reasons["triton"]
     assert reasons["reference"] is None
-    monkeypatch.setattr(kernels, "_by_kernels", lambda *_: True)  # as if there were one
-    assert kernels.explain_logits(x, w) == {"triton": None, "reference": None}
-    assert "float32 and bfloat16" in kernels.explain_logits(x.double(), w.double())["triton"]
-    assert "do not fit each other" in kernels.explain_logits(x[:, :7], w)["triton"]
-    assert "torch.func" in kernels.explain_logits(MaskedFeatures(x), w)["triton"]
+    assert logits.supports(x, w, 1.0) is None
+    assert "float32 and bfloat16" in logits.supports(x.double(), w.double(), 1.0)
+    assert "do not fit each other" in logits.supports(x[:, :7], w, 1.0)
+    assert "torch.func" in logits.supports(MaskedFeatures(x), w, 1.0)
+
+
+@pytest.mark.parametrize("impl", ["native", "cuda", "chunks", "fast"])
+def test_every_operator_has_its_own_names_of_implementations(impl):
+    x, w = torch.randn(5, 8), g.random_subspace(3, 2, 8)
+    with pytest.raises(ValueError, match=rf"impl must be 'auto' or one of \['reference', 'triton'\], got '{impl}'"):
+        kernels.subspace_logits(x, w, impl=impl)
+    if impl != "chunks":
+        with pytest.raises(ValueError, match=r"one of \['chunks', 'reference', 'triton'\]"):
+            kernels.subspace_cross_entropy(x, w, torch.zeros(5, dtype=torch.int64), impl=impl)
+
+
+def test_a_loss_by_name_is_that_one_or_an_error(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    x, w, target = torch.randn(5, 8), g.random_subspace(3, 2, 8), torch.tensor([0, 1, 2, 0, 1])
+    losses = [kernels.subspace_cross_entropy(x, w, target, impl=impl) for impl in ("auto", "chunks", "reference")]
+    assert torch.equal(losses[0], losses[1])
+    torch.testing.assert_close(losses[1], losses[2])
+    with pytest.raises(RuntimeError, match="impl='triton' cannot be used here: it needs a GPU"):
+        kernels.subspace_cross_entropy(x, w, target, impl="triton")
+    soft = torch.rand(5, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="impl='chunks' cannot be used here: the target wants a gradient"):
+        kernels.subspace_cross_entropy(x, w, soft, impl="chunks")
+    with pytest.raises(RuntimeError, match="impl='chunks' cannot be used here: it computes in float32 and bfloat16"):
+        kernels.subspace_cross_entropy(x.double(), w.double(), target, impl="chunks")
 
 
 class MaskedFeatures(torch.Tensor):
@@ -113,23 +138,23 @@ class MaskedFeatures(torch.Tensor):
 
 def test_where_triton_cannot_launch_a_kernel_plain_torch_takes_over(monkeypatch):
     """As without a C compiler, or without the headers of Python."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install -e '.[dev]'")
+    from grassy.kernels.triton import head
 
     def fail(*_):
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
 
-    monkeypatch.setattr(kernels, "_TRITON", True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch, "ones", lambda *_, **__: None)  # there is no GPU to put it on
-    fake = SimpleNamespace(unit=fail, unavailable=lambda _: "no NVRTC", fits=lambda _: True)
-    monkeypatch.setattr(kernels, "_load", lambda _: fake)
-    kernels._failure_of_a_launch.cache_clear()
+    monkeypatch.setattr(head, "unit", fail)
+    monkeypatch.setattr(dispatch.cuda, "supports", lambda *_: "no NVRTC")
+    triton._failure_of_a_launch.cache_clear()
     weight = SimpleNamespace(device=torch.device("cuda", 0), shape=(3, 2, 8))
-    assert kernels._why_not("triton", weight) == (
-        "Triton fails: Failed to find C compiler. Please specify via CC environment variable."
-    )
+    reason = "Triton fails: Failed to find C compiler. Please specify via CC environment variable."
+    assert kernels.explain(weight) == {"cuda": "no NVRTC", "triton": reason, "reference": None}
     assert kernels.choose("auto", weight) == "reference"
-    assert not kernels._by_kernels("auto", weight)
-    kernels._failure_of_a_launch.cache_clear()
+    assert kernels.explain_logits(None, weight) == {"triton": reason, "reference": None}
+    triton._failure_of_a_launch.cache_clear()
 
 
 @pytest.mark.parametrize("impl", ["cuda", "triton"])
@@ -163,8 +188,8 @@ def test_an_a100_takes_the_head_of_a_resnet():
 
 def test_no_more_is_asked_about_than_has_to_be(monkeypatch):
     asked = []
-    monkeypatch.setattr(kernels, "_order", lambda _: ["triton", "cuda", "reference"])
-    monkeypatch.setattr(kernels, "_why_not", lambda name, _: asked.append(name))
+    monkeypatch.setattr(dispatch, "_order", lambda _: ["triton", "cuda", "reference"])
+    monkeypatch.setattr(dispatch, "_why_not", lambda name, *_: asked.append(name))
     assert kernels.choose("auto", torch.empty(3, 2, 8)) == "triton"
     assert asked == ["triton"]
 
@@ -179,7 +204,7 @@ def test_a_kernel_that_cannot_be_compiled_is_tried_once(monkeypatch):
     monkeypatch.setattr(cuda_step, "_kernel", fail)
     cuda_step._failure.cache_clear()
     for _ in range(3):
-        assert cuda_step._failure(plan(8, 64, HOPPER), torch.device("cuda", 0)) == "NVRTC: no such thing"
+        assert cuda_step._failure(plan(8, 64, HOPPER), False, False, torch.device("cuda", 0)) == "NVRTC: no such thing"
     cuda_step._failure.cache_clear()
     assert len(tries) == 1
 
@@ -244,20 +269,27 @@ def test_gradient_and_momentum_must_be_like_the_weight():
 
 def test_numbers_on_the_host_are_not_left_to_a_kernel(monkeypatch):
     found = []
-
-    class Kernel:
-        @staticmethod
-        def geodesic_steps(weights, grads, buffers, lr, momentum, **_):
-            found.extend([lr, momentum])
-            return [torch.zeros(2)]
-
-    monkeypatch.setattr(kernels, "choose", lambda *_: "cuda")
-    monkeypatch.setattr(kernels, "_load", lambda _: Kernel)
+    monkeypatch.setattr(dispatch, "choose", lambda *_: "cuda")
+    monkeypatch.setattr(dispatch.cuda, "geodesic_steps", lambda w, d, m, lr, momentum, *_: found.extend([lr, momentum]))
     w = torch.empty(3, 2, 8, device="meta")
-    kernels.geodesic_step(w, w, w, torch.tensor(0.5), torch.tensor(0.25, dtype=torch.float64))
+    kernels.geodesic_step(w, w, w, torch.tensor(0.5), torch.tensor([0.25], dtype=torch.float64))
     kernels.geodesic_step(w, w, w, 1, 0)  # integers would be another kernel, which does not compile
     assert found == [0.5, 0.25, 1.0, 0.0]
     assert all(isinstance(number, float) for number in found)
+
+
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+def test_a_rate_may_be_a_tensor_of_any_precision_with_one_element(impl):
+    w = g.random_subspace(3, 2, 8)
+    d, results = torch.randn_like(w), []
+    for lr in (0.1, torch.tensor(0.1, dtype=torch.float64), torch.tensor([0.1], dtype=torch.float64)):
+        moved, buffer = w.clone(), torch.zeros_like(w)
+        kernels.geodesic_step(moved, d, buffer, lr, 0.9, impl=impl)
+        results.append(moved)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    with pytest.raises(ValueError, match=r"lr must be one number, got a tensor of shape \(2,\)"):
+        kernels.geodesic_step(w, d, None, torch.ones(2))
 
 
 def test_the_reference_leaves_all_as_it_is_if_told_so_on_the_device():
@@ -265,11 +297,11 @@ def test_the_reference_leaves_all_as_it_is_if_told_so_on_the_device():
     w = g.random_subspace(3, 2, 8)
     d, m = torch.randn_like(w), torch.randn_like(w)
     d[0], d[1] = float("inf"), 1e6
-    options = {"retraction": "geodesic", "transport": "projection", "max_angle": 0.1, "maximize": False}
-    for flag, counted in ((1.0, (0, 0)), (0.0, (1, 2))):
-        moved, buffer = w.clone(), m.clone()
-        counts = reference.geodesic_step(moved, d, buffer, 0.1, 0.9, skip=torch.tensor(flag), **options)
-        assert tuple(map(int, counts)) == counted
+    for flag, counted in ((1.0, [0, 0]), (0.0, [1, 2])):
+        moved, buffer, counts = w.clone(), m.clone(), torch.zeros(2, dtype=torch.int64)
+        options = kernels.StepOptions(max_angle=0.1)
+        reference.geodesic_step(moved, d, buffer, 0.1, 0.9, options, counts, torch.tensor(flag))
+        assert counts.tolist() == counted
         assert torch.equal(moved, w) == torch.equal(buffer, m) == bool(flag)
 
 
@@ -305,36 +337,36 @@ def test_several_heads_step_as_each_alone():
 
 
 def test_heads_that_are_alike_are_launched_together(monkeypatch):
-    """With a kernel in CUDA C++ that takes everything and notes what it is given."""
+    """With a kernel in CUDA C++ that takes everything but k = 6 and notes what it is given."""
     launched = []
+    monkeypatch.setattr(dispatch.cuda, "HEADS", 3)
+    monkeypatch.setattr(dispatch.cuda, "geodesic_steps", lambda weights, *_: launched.append([len(w) for w in weights]))
+    monkeypatch.setattr(dispatch, "_order", lambda _: ["cuda", "reference"])
 
-    def steps(weights, grads, momenta, lr, momentum, **options):
-        launched.append([len(w) for w in weights])
-        return [(torch.zeros(()), torch.zeros(())) for _ in weights]
+    def supports(weight, grad, momentum, options):
+        return None if weight.shape[1] < 5 and options.retraction == "geodesic" else "too large"
 
-    kernel = SimpleNamespace(HEADS=3, geodesic_steps=steps)
-    monkeypatch.setattr(kernels, "_impossible", lambda name, weight: None if weight.shape[1] < 5 else "too large")
-    monkeypatch.setattr(kernels, "_load", lambda name: {"cuda": kernel, "reference": reference}[name])
+    monkeypatch.setattr(dispatch.cuda, "supports", supports)
     shapes = [(1, 2, 8), (2, 3, 8), (3, 2, 8), (4, 2, 8), (5, 2, 8), (6, 2, 9), (7, 6, 8), (8, 6, 8), (9, 2, 8)]
     weights = [g.random_subspace(*shape) for shape in shapes]
     momenta = [torch.zeros_like(w) for w in weights]
     momenta[-1] = None
-    monkeypatch.setattr(kernels, "choose", lambda impl, weight: "cuda" if weight.shape[1] < 5 else "reference")
     kernels.geodesic_steps(weights, [*momenta[:-1], torch.zeros_like(weights[-1])], momenta, 0.1)
     assert sorted(launched) == [[1, 3, 4], [2], [5], [6], [9]]
     for options in ({"impl": "reference"}, {"retraction": "qf"}):  # neither is for the kernel
         launched.clear()
         kernels.geodesic_steps(weights[:3:2], momenta[:3:2], momenta[:3:2], 0.1, **options)
-        assert all(len(each) == 1 for each in launched)
-    launched.clear()
+        assert launched == []
     kernels.geodesic_steps(weights[:1] * 2, momenta[:1] * 2, momenta[:1] * 2, 0.1)
     assert launched == [[1], [1]]  # one weight, two steps
-    for k, together in ((2, [[5], [5]]), (3, [[5, 5]])):  # of small k, large heads take the other kernel, one by one
-        large = [g.random_subspace(5, k, 8) for _ in range(2)]
-        monkeypatch.setattr(kernels, "SMALL_HEAD", 5 * k * 8 - 1)
-        launched.clear()
-        kernels.geodesic_steps(large, [torch.zeros_like(w) for w in large], [None, None], 0.1)
-        assert launched == together
+    with pytest.raises(RuntimeError, match="impl='cuda' cannot be used here: too large"):
+        kernels.geodesic_steps(weights, [torch.zeros_like(w) for w in weights], momenta, 0.1, impl="cuda")
+
+
+def test_a_weight_without_a_class_is_no_work_for_anyone():
+    empty = torch.empty(0, 2, 8)
+    for impl in ("auto", "native", "reference"):
+        assert [int(each) for each in kernels.geodesic_step(empty, empty, None, 0.1, impl=impl)] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch
 
 from grassy import geometry as g
 from grassy import kernels
+from grassy.kernels import StepOptions
 from grassy.kernels.cuda import step as cuda_step
 from grassy.kernels.cuda import stream as cuda_stream
 from grassy.kernels.cuda.step import Plan
@@ -99,14 +100,11 @@ def emulated(monkeypatch):
     return use
 
 
-OPTIONS = {"retraction": "geodesic", "transport": "projection", "max_angle": None, "maximize": False}
-
-
 def step(w, d, m, lr=0.05, skip=None, **options):
     """What the kernel makes of copies of weights and momentum, and its two counts."""
-    w, m = w.clone(), None if m is None else m.clone()
-    ((skipped, capped),) = cuda_step.geodesic_steps([w], [d], [m], lr, 0.9, skip=skip, **{**OPTIONS, **options})
-    return w, m, (int(skipped), int(capped))
+    w, m, counts = w.clone(), None if m is None else m.clone(), torch.zeros(2, dtype=torch.int64)
+    cuda_step.geodesic_steps([w], [d], [m], lr, 0.9, StepOptions(**options), [counts], skip)
+    return w, m, tuple(counts.tolist())
 
 
 def expected(w, d, m, lr=0.05, **options):
@@ -299,10 +297,10 @@ def test_several_heads_rates_in_tensors_and_a_flag_that_skips(chosen, lr, loads,
     grads[1][2, 0, 0] = float("inf")
     together = [[w.clone() for w in weights], [torch.zeros_like(w) for w in weights]]
     totals = [torch.tensor([5, 7]) for _ in sizes]
-    rates = {"lr": torch.tensor(lr), "momentum": torch.tensor(0.9), **OPTIONS, "counts": totals}
-    cuda_step.geodesic_steps(together[0], grads, together[1], skip=torch.tensor(1.0), **rates)
+    settings = (torch.tensor(lr), torch.tensor(0.9), StepOptions(), totals)
+    cuda_step.geodesic_steps(together[0], grads, together[1], *settings, torch.tensor(1.0))
     assert all(torch.equal(a, b) for a, b in zip(together[0], weights, strict=True))
-    cuda_step.geodesic_steps(together[0], grads, together[1], skip=torch.tensor(0.0), **rates)
+    cuda_step.geodesic_steps(together[0], grads, together[1], *settings, torch.tensor(0.0))
     for i, (w, d) in enumerate(zip(weights, grads, strict=True)):
         if sizes[i]:
             moved, buffer, _ = step(w, d, torch.zeros_like(w), lr)
@@ -329,6 +327,25 @@ def test_what_needs_care_is_left_to_the_other_kernel(transport, emulated, monkey
     assert torch.equal(found[0][1:3], w[1:3])
 
 
+@pytest.mark.parametrize(
+    "chosen", [Plan(1, 8, 1, 64, 4, 1, 2), Plan(4, 8, 1, 64, 4, 1, 2), Plan(8, 8, 2, 32, 4, 1),
+               Plan(16, 16, 1, 64, 8, 1), Plan(32, 32, 1, 64, 8, 1), Plan(20, 32, 2, 32, 16, 1)], ids=str
+)  # fmt: skip
+@pytest.mark.parametrize("transport", ["projection", "parallel"])
+def test_a_gradient_inside_the_subspace_of_any_size_leaves_the_class_on_the_manifold(chosen, transport, emulated):
+    emulated(chosen)
+    for n in (60, chosen.k):  # and k = n, where nothing but rounding is left of any gradient
+        w = g.random_subspace(2, chosen.k, n)
+        inside = torch.randn(2, chosen.k, chosen.k) @ w
+        for size in (1.0, 10.0, 1e3, 1e6):
+            d = size * inside / torch.linalg.matrix_norm(inside, keepdim=True)
+            moved, buffer, counts = step(w, d, torch.zeros_like(w), 1.0, transport=transport)
+            assert g.orthonormality_error(moved.double()) < 1e-6, (n, size)
+            assert buffer.isfinite().all()
+            assert counts[0] == 0
+            assert n > chosen.k or counts == (0, 0)
+
+
 def guarded(x, offset):
     """A copy of x that begins `offset` numbers after a good address, and all that lies around it."""
     around = torch.full((x.numel() + 64,), 12345.0, dtype=x.dtype)
@@ -353,11 +370,12 @@ def test_whatever_the_shape_and_its_division_nothing_beyond_is_touched(seed, emu
         monkeypatch.setattr(EmulatedKernel, "seed", order)
         copies = [guarded(x, offset) for x in (w, d, m)]
         new_w, gradient, new_m = (inner for inner, _ in copies)
-        ((skipped, capped),) = cuda_step.geodesic_steps([new_w], [gradient], [new_m], 0.05, 0.9, **OPTIONS)
+        counts = torch.zeros(2, dtype=torch.int64)
+        cuda_step.geodesic_steps([new_w], [gradient], [new_m], 0.05, 0.9, StepOptions(), [counts])
         for _, around in copies:
             assert (around[: 32 + offset] == around[0]).all()
             assert (around[32 + offset + w.numel() :] == around[0]).all()
-        found.append((new_w, new_m, (int(skipped), int(capped))))
+        found.append((new_w, new_m, tuple(counts.tolist())))
         assert torch.equal(new_w, found[0][0])
         assert torch.equal(new_m, found[0][1])
     agree((found[0][0], found[0][1] if m.dtype == torch.float32 else None, found[0][2]), right, 3e-6)

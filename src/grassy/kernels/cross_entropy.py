@@ -9,7 +9,6 @@ With l_c = γ‖y_c‖, target probabilities t_c (one for a label, zero elsewher
 T = Σ t'_c: the loss of a row is Σ t'_c (log Σ exp l − l_c) and ∂loss/∂l_c = T p_c − t'_c with p = softmax(l).
 """
 
-import importlib
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -22,13 +21,13 @@ from grassy.kernels.logits import (
     absorbed,
     as_given,
     fake_gradients,
-    fits,
     no_second_derivative,
     product,
     product_dtype,
     wants_grad,
 )
-from grassy.kernels.reference import subspace_logits
+from grassy.kernels.logits import supports as logits_support
+from grassy.kernels.reference import scale_of_long_vectors, subspace_logits
 
 #: Up to so many coordinates (or numbers in the weight, which is copied in half precision) are one chunk.
 WHOLE = 2**26
@@ -57,18 +56,17 @@ def subspace_cross_entropy(
     normalize: bool,
     reduction: str,
     ignore_index: int,
-    kernels: bool,
+    impl: str,
 ) -> Tensor:
-    """`ops.subspace_cross_entropy`, by kernels or in plain torch."""
-    _check(x, weight, target, label_smoothing, reduction)
+    """`kernels.subspace_cross_entropy` by "triton" or in "chunks" of plain torch, or all at once by the "reference"."""
     soft = target.is_floating_point()
     # Labels as int64: in uint8, which torch takes, the -100 of those to ignore would be class 156.
     flat = target.reshape(-1, target.shape[-1]) if soft else target.reshape(-1).long()
-    if fits(x, weight, gamma) and not wants_grad(target):
+    if impl != "reference":
         x, gamma, normalize = absorbed(x, gamma, normalize)
         rows = x.reshape(-1, x.shape[-1])
         size, keep = _division(rows, weight)
-        settings = gamma, float(label_smoothing), ignore_index, normalize, kernels
+        settings = gamma, float(label_smoothing), ignore_index, normalize, impl == "triton"
         keep = keep if wants_grad(x, weight) else 0
         loss, _, _ = _forward(rows, weight, flat, product_dtype(x, weight), size, keep, *settings)
     else:
@@ -87,7 +85,12 @@ def subspace_cross_entropy(
     return loss.mean() if soft else loss.sum() / (flat != ignore_index).sum()
 
 
-def _check(x: Tensor, weight: Tensor, target: Tensor, label_smoothing: float, reduction: str) -> None:
+def supports(x: Tensor, weight: Tensor, target: Tensor, gamma: float | Tensor) -> str | None:
+    """Why the operators, by kernels or in chunks, do not take such tensors, None if they do."""
+    return "the target wants a gradient" if wants_grad(target) else logits_support(x, weight, gamma)
+
+
+def check(x: Tensor, weight: Tensor, target: Tensor, label_smoothing: float, reduction: str) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     if not 0 <= label_smoothing <= 1:
@@ -108,9 +111,11 @@ def _check(x: Tensor, weight: Tensor, target: Tensor, label_smoothing: float, re
 def unit(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x̂ = x/‖x‖ (B, N) in the precision of the products, and 1/‖x‖ (B,); both zero for a zero feature."""
     x = x.float()
+    scale = scale_of_long_vectors(x)
+    x = x * scale
     length = torch.linalg.vector_norm(x, dim=-1)
     inverse = torch.where(length == 0, 0, 1 / length)  # of a NaN it is one
-    return (x * inverse.unsqueeze(-1)).to(dtype), inverse
+    return (x * inverse.unsqueeze(-1)).to(dtype), inverse * scale.squeeze(-1)
 
 
 def unit_grad(x: Tensor, inverse: Tensor, v: Tensor) -> Tensor:
@@ -185,7 +190,11 @@ def _shares(target: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _pieces(kernels: bool) -> Any:
-    return importlib.import_module("grassy.kernels.triton.head") if kernels else sys.modules[__name__]
+    if not kernels:
+        return sys.modules[__name__]
+    from grassy.kernels.triton import head  # imports triton, which is optional
+
+    return head
 
 
 def _division(x: Tensor, weight: Tensor) -> tuple[int, int]:

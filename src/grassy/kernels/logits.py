@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def subspace_logits(x: Tensor, weight: Tensor, gamma: float | Tensor, normalize: bool) -> Tensor:
-    """`reference.subspace_logits` by kernels, for what `fits`. The second derivative is not defined."""
+    """`reference.subspace_logits` by kernels, of what `supports` has nothing against, without second derivatives."""
     x, gamma, normalize = absorbed(x, gamma, normalize)
     rows = x.reshape(-1, x.shape[-1])
     logits, _ = _forward(rows, weight, product_dtype(x, weight), wants_grad(x, weight), gamma, normalize)
@@ -40,12 +40,7 @@ def absorbed(x: Tensor, gamma: float | Tensor, normalize: bool) -> tuple[Tensor,
     return gamma.reshape(()) * (exact_unit(x) if normalize else x.float()), 1.0, False
 
 
-def fits(x: Tensor, weight: Tensor, gamma: float | Tensor) -> bool:
-    """Whether the operators take such tensors."""
-    return unfit(x, weight, gamma) is None
-
-
-def unfit(x: Tensor, weight: Tensor, gamma: float | Tensor) -> str | None:
+def supports(x: Tensor, weight: Tensor, gamma: float | Tensor) -> str | None:
     """Why the operators do not take such tensors, None if they do."""
     if isinstance(gamma, Tensor) and gamma.numel() != 1:
         return "gamma is a tensor of several numbers"

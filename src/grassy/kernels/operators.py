@@ -1,10 +1,13 @@
-"""The step as an operator: torch.compile calls it as it is, and does not look into it."""
+"""The step as a custom operator: torch.compile calls it as it is, and does not look into it."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from grassy.kernels import dispatch
+from grassy.kernels.options import StepOptions
 
 
 @torch.library.custom_op("grassy::geodesic_steps", mutates_args=("weights", "momentum_buffers", "counts"))
@@ -22,22 +25,11 @@ def _geodesic_steps(
     skip: Tensor | None,
     impl: str,
 ) -> None:
-    from grassy import kernels
-
-    kernels.geodesic_steps(
-        weights,
-        grads,
-        momentum_buffers or [None] * len(weights),
-        lr,
-        momentum,
-        retraction=retraction,
-        transport=transport,
-        max_angle=max_angle,
-        maximize=maximize,
-        skip=skip,
-        counts=counts,
-        impl=impl,
-    )
+    """An operator takes plain values only, so the options are spelled out here once more."""
+    buffers: Sequence[Tensor | None] = momentum_buffers or [None] * len(weights)
+    heads = list(zip(weights, grads, buffers, strict=True))
+    options = StepOptions(retraction, transport, max_angle, maximize)
+    dispatch.geodesic_steps(heads, lr, momentum, options, counts, skip, impl)
 
 
 @_geodesic_steps.register_fake
@@ -46,22 +38,23 @@ def _(*_: Any) -> None:
 
 
 def geodesic_steps(
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor | None],
-    counts: Sequence[Tensor],
+    heads: Sequence[dispatch.Head],
     lr: float | Tensor,
     momentum: float | Tensor,
-    **options: Any,
+    options: StepOptions,
+    counts: Sequence[Tensor],
+    skip: Tensor | None,
+    impl: str,
 ) -> None:
-    """`kernels.geodesic_steps` by the operator, on each device for weights with momentum and for those without."""
+    """`dispatch.geodesic_steps` by the operator, on each device for heads with momentum and for those without."""
+    asked = (options.retraction, options.transport, options.max_angle, options.maximize)
     alike: dict[Any, list[int]] = {}
-    for i, buffer in enumerate(momentum_buffers):
-        alike.setdefault((weights[i].device, buffer is None), []).append(i)
+    for i, (weight, _, buffer) in enumerate(heads):
+        alike.setdefault((weight.device, buffer is None), []).append(i)
     for (device, _), chosen in alike.items():
-        w, d, c = ([column[i] for i in chosen] for column in (weights, grads, counts))
-        m = [momentum_buffers[i] for i in chosen if momentum_buffers[i] is not None]
+        w, d = ([heads[i][part] for i in chosen] for part in range(2))
+        m = [heads[i][2] for i in chosen if heads[i][2] is not None]
         # A number would become part of the code, which every new rate would compile again.
         facts = {"dtype": torch.float32 if device.type == "mps" else torch.float64, "device": device}
         rates = (x if isinstance(x, Tensor) else torch.full((), x, **facts) for x in (lr, momentum))
-        _geodesic_steps(w, d, m, c, *rates, **options)
+        _geodesic_steps(w, d, m, [counts[i] for i in chosen], *rates, *asked, skip, impl)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grassy import geometry
+from grassy.kernels.options import StepOptions
 
 #: A turn by more than 2**6 = 64 radians in one step is scaled down to that.
 MAX_DOUBLINGS = 6
@@ -32,8 +33,17 @@ def subspace_logits(x: Tensor, weight: Tensor, gamma: float | Tensor, normalize:
 def unit(x: Tensor) -> Tensor:
     """Vectors (..., N) scaled to length 1, in at least float32; a zero vector stays zero and gets no gradient."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = x * scale_of_long_vectors(x)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return torch.where(length == 0, 0, x / length.clamp_min(torch.finfo(x.dtype).tiny))  # a NaN stays one
+
+
+def scale_of_long_vectors(x: Tensor) -> Tensor:
+    """For vectors (..., N) in float32 or float64 a factor (..., 1): 1, or 2^-100 if an element is so large that the sum
+    of squares might overflow, and the length of the vector with it.
+    """
+    largest = torch.linalg.vector_norm(x.detach(), ord=math.inf, dim=-1, keepdim=True)
+    return torch.where(largest > 2.0**50, 2.0**-100, 1.0).to(x.dtype)
 
 
 def autocasts(x: Tensor) -> bool:
@@ -42,43 +52,35 @@ def autocasts(x: Tensor) -> bool:
     return kind != "meta" and torch.is_autocast_enabled(kind)  # of the meta device it must not be asked
 
 
+def supports(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None, options: StepOptions) -> str | None:
+    """The reference makes every step."""
+    return None
+
+
 def geodesic_step(
     weight: Tensor,
     grad: Tensor,
     momentum_buffer: Tensor | None,
     lr: float | Tensor,
     momentum: float | Tensor,
-    *,
-    retraction: str,
-    transport: str,
-    max_angle: float | None,
-    maximize: bool,
+    options: StepOptions,
+    counts: Tensor,
     skip: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """One step of Algorithm 1 in place, a block of classes at a time; returns the counts (skipped, capped).
+) -> None:
+    """One step of Algorithm 1 in place, a block of classes at a time; adds to counts (2,): skipped, capped.
 
     A block is small enough to stay in a CPU's cache between the passes over it, and bounds the extra memory. If `skip`,
     a number on the device, is not 0, nothing is changed.
     """
-    skipped = torch.zeros((), dtype=torch.int64, device=weight.device)
-    capped = skipped.clone()
     size = _classes_in_a_block(weight)
     scratch = torch.empty((2, *weight[:size].shape), dtype=weight.dtype, device=weight.device)
     for start in range(0, weight.shape[0], size):
         w, d = weight[start : start + size], grad[start : start + size].to(weight.dtype)
         m = None if momentum_buffer is None else momentum_buffer[start : start + size]
-        new_w, new_m, finite, within = _step(
-            w,
-            -d if maximize else d,
-            None if m is None else m.to(weight.dtype),
-            lr,
-            momentum,
-            retraction=retraction,
-            transport=transport,
-            max_angle=max_angle,
-            h=scratch[0, : w.shape[0]],
-            out=scratch[1, : w.shape[0]],
-        )
+        d = -d if options.maximize else d
+        old_m = None if m is None else m.to(weight.dtype)
+        h, out = scratch[0, : w.shape[0]], scratch[1, : w.shape[0]]
+        new_w, new_m, finite, within = _step(w, d, old_m, lr, momentum, options, h, out)
         if skip is not None:
             keep = skip != 0
             new_w, new_m = torch.where(keep, w, new_w), new_m if m is None else torch.where(keep, m.to(w.dtype), new_m)
@@ -86,9 +88,8 @@ def geodesic_step(
         w.copy_(new_w)
         if m is not None:
             m.copy_(new_m)
-        skipped += (~finite).sum()
-        capped += (~within).sum()
-    return skipped, capped
+        counts[0] += (~finite).sum()
+        counts[1] += (~within).sum()
 
 
 def _step(
@@ -97,10 +98,7 @@ def _step(
     m: Tensor | None,
     lr: float | Tensor,
     momentum: float | Tensor,
-    *,
-    retraction: str,
-    transport: str,
-    max_angle: float | None,
+    options: StepOptions,
     h: Tensor,
     out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -112,21 +110,22 @@ def _step(
     geodesic in the Gram form of `geometry.geodesic`, and step 5 one Newton–Schulz iteration towards the polar factor,
     taken in every step: being K x K arithmetic it costs next to nothing, and the error never builds up.
     """
-    gram_w, a = _tangent(w, d, m, momentum, h)
+    gram_w, a = _tangent(w, d, m, lr, momentum, h)
     present = (gram_w.diagonal(dim1=-2, dim2=-1) > 0).to(w.dtype)
     if _any(present == 0):
         h.mul_(present.unsqueeze(-1))
         a = a * present.unsqueeze(-1) * present.unsqueeze(-2)
-    energy = a.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]  # ‖H‖²; a NaN or Inf anywhere in B shows here
+    energy = _trace(a)  # ‖H‖²; a NaN or Inf anywhere in B shows here
     finite = energy.isfinite() & (lr.isfinite() if isinstance(lr, Tensor) else math.isfinite(lr))
     if _any(~finite):
         h, a, energy = (torch.where(finite, tensor, 0) for tensor in (h, a, energy))
-    speed = energy.sqrt() if max_angle is None else _largest_eigenvalue(a).sqrt()
-    limit = min(2.0**MAX_DOUBLINGS, math.inf if max_angle is None else max_angle)
+
+    speed = energy.sqrt() if options.max_angle is None else _largest_eigenvalue(a).sqrt()
+    limit = min(2.0**MAX_DOUBLINGS, math.inf if options.max_angle is None else options.max_angle)
     within = (lr * speed <= limit) | ~finite
     tau = lr if not _any(~within) else torch.where(within, lr, limit / speed)
 
-    if retraction == "qf":
+    if options.retraction == "qf":
         # The variant of the appendix: a Euclidean step, then step 5 with a positive diagonal.
         new_w, new_m = torch.where(energy > 0, _qf(w - tau * h, present), w), h
     else:
@@ -136,18 +135,25 @@ def _step(
         # The Gram matrix of P W + Q H, without forming it. A class that does not move is left alone, to the bit.
         gram = p @ gram_w @ p + q @ a @ q
         polar = torch.where(energy > 0, 1.5 * eye - 0.5 * gram, eye)
-        new_m = h if transport == "projection" else torch.bmm(p, h).baddbmm_(tau * (a @ sinc), w)
+        new_m = h if options.transport == "projection" else torch.bmm(p, h).baddbmm_(tau * (a @ sinc), w)
         new_w = torch.bmm(polar @ p, w, out=out).baddbmm_(polar @ q, h)
         large = lr**2 * energy > 1
-        if _any(large):  # for turns of a radian and more, rounding in A is felt: look at the result itself
+        if _any(large):  # for rotations of a radian and more, rounding in A is felt: look at the result itself
             new_w = torch.where(large, 1.5 * eye - 0.5 * (new_w @ new_w.mT), eye) @ new_w
     if _any(~finite):
         new_w, new_m = torch.where(finite, new_w, w), new_m if m is None else torch.where(finite, new_m, m)
     return new_w, new_m, finite.flatten(), within.flatten()
 
 
-def _tangent(w: Tensor, d: Tensor, m: Tensor | None, momentum: float | Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    """Steps 1 to 3: fills h with H = B − (B Wᵀ)(W Wᵀ)⁻¹ W, B = μM + D, and returns W Wᵀ and H Hᵀ."""
+def _tangent(
+    w: Tensor, d: Tensor, m: Tensor | None, lr: float | Tensor, momentum: float | Tensor, h: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Steps 1 to 3: fills h with H = B − (B Wᵀ)(W Wᵀ)⁻¹ W, B = μM + D, and returns W Wᵀ and H Hᵀ.
+
+    What rounding leaves of the part of B within the subspace is not orthogonal to W. It is felt where lr‖B‖ > 1:
+    there H is projected once more, and twice is enough. If even that takes most of H away, H was nothing but rounding,
+    of a gradient inside the subspace or with k = n, and the class does not move.
+    """
     # In place throughout: fresh memory for every block would cost more than the arithmetic.
     if m is None:
         h.copy_(d)
@@ -159,7 +165,24 @@ def _tangent(w: Tensor, d: Tensor, m: Tensor | None, momentum: float | Tensor, h
     overlap = h @ w.mT
     # (2I − WWᵀ) is the inverse of WWᵀ to first order: H ⟂ W even where W is orthonormal only to rounding.
     h.baddbmm_(2 * overlap - overlap @ gram_w, w, alpha=-1)
-    return gram_w, h @ h.mT
+    a = h @ h.mT
+    length = _trace(a) + overlap.square().sum((-2, -1), keepdim=True)  # ‖B‖²
+    far = lr**2 * length > 1
+    if _any(far):
+        before = _trace(a)
+        overlap = torch.where(far, h @ w.mT, 0)
+        h.baddbmm_(2 * overlap - overlap @ gram_w, w, alpha=-1)
+        a = h @ h.mT
+        gone = far & (2 * _trace(a) < before)
+        if _any(gone):
+            h.copy_(torch.where(gone, 0, h))
+            a = torch.where(gone, 0, a)
+    return gram_w, a
+
+
+def _trace(a: Tensor) -> Tensor:
+    """Traces (..., 1, 1) of matrices (..., K, K)."""
+    return a.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
 
 
 def _qf(z: Tensor, present: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Riemannian SGD with momentum on a product of Grassmannians (paper, Algorithm 1)."""
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterable
@@ -10,8 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from grassy import geometry, kernels
+from grassy.kernels import StepOptions
 
 REPAIR_ABOVE, REFUSE_ABOVE = 1e-5, 0.1
+#: Keys of a group that are options of its steps.
+STEP_OPTIONS = tuple(field.name for field in dataclasses.fields(StepOptions))
 
 
 class RiemannianSGD(Optimizer):
@@ -80,20 +84,18 @@ class RiemannianSGD(Optimizer):
                 if group["momentum"] and "momentum_buffer" not in state:
                     dtype = torch.bfloat16 if group["bfloat16_momentum"] else p.dtype
                     state["momentum_buffer"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
-                if grad_scale is not None:  # in place, as the fused optimizers of torch do it
-                    p.grad.div_(grad_scale.to(p.device, non_blocking=True))
+            grads = [p.grad for p in params]
+            if grad_scale is not None:  # not in place: whoever looks at p.grad, or steps again, finds what it was
+                grads = [p.grad / grad_scale.to(p.device, non_blocking=True) for p in params]
             kernels.geodesic_steps(
                 params,
-                [p.grad for p in params],
+                grads,
                 [self.state[p].get("momentum_buffer") for p in params],
                 group["lr"],
                 group["momentum"],
-                retraction=group["retraction"],
-                transport=group["transport"],
-                max_angle=group["max_angle"],
-                maximize=group["maximize"],
                 skip=found_inf if isinstance(found_inf, Tensor) else None,  # 0 if nothing has a gradient
                 counts=[_counts(self.state[p], p.device) for p in params],
+                **{name: group[name] for name in STEP_OPTIONS},
             )
         return loss
 
@@ -145,11 +147,13 @@ def _counts(state: dict[str, Any], device: torch.device) -> Tensor:
 
 def _check_options(group: dict[str, Any]) -> None:
     lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr must be one number, got a tensor of shape {tuple(lr.shape)}")
     if not isinstance(lr, Tensor) and not (isinstance(lr, int | float) and 0 <= lr < math.inf):
         raise ValueError(f"lr must be a finite number >= 0, got {lr!r}")
     if not 0 <= group["momentum"] < 1:
         raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']!r}")
-    kernels.check_step_options(group["retraction"], group["transport"], group["max_angle"])
+    StepOptions(**{name: group[name] for name in STEP_OPTIONS})  # which checks them
 
 
 def _check_subspaces(p: Tensor) -> None:

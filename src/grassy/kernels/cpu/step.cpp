@@ -1,4 +1,4 @@
-// The step of Algorithm 1 for float32 on a CPU: `_step` of reference.py, one class after the other. See native.py.
+// The step of Algorithm 1 for float32 on a CPU: `_step` of reference.py, one class after the other. step.py compiles it.
 //
 // A class is a K x N block of rows that fits into the cache of a core, so everything about it is done while it is
 // there, by one thread: weight, gradient and momentum are read from memory once, and weight and momentum written once.
@@ -129,6 +129,8 @@ class Worker {
 
     // The Gram matrix A of H follows from those of W and B, but for a rounding of the size of that in B Bᵀ. It does not
     // show in lr² A while lr‖B‖ <= 1. Else, or if rows of B are to be dropped, H takes the place of B first.
+    // H is then projected once more below, and twice is enough. If that takes most of it away, it was but rounding, of a
+    // gradient inside the subspace or with k = n, and the class does not move.
     bool absent = false;
     for (long i = 0; i < k; i++) absent |= !(ww[i * stride + i] > 0) && bb[i * stride + i] != 0;
     if (absent || !(o.lr * o.lr * trace(bb) <= 1)) {
@@ -140,10 +142,15 @@ class Worker {
       set(p, 1), set(q, 0);
       transform_in_place(false);
       gram_matrices();
+      product(a, c, wb), add(a, 1, a, 1, bb);
+      if (2 * trace(a) < trace(bb)) {
+        for (long y = 0; y < columns; y++) std::fill_n(z + (2 * y + 1) * k, k, Vector{});
+        set(c, 0), set(wb, 0), set(bb, 0);
+      }
     }
     product(a, c, wb), add(a, 1, a, 1, bb);  // H Hᵀ = (B + c W) Bᵀ, since H Wᵀ = 0
     const float energy = trace(a);  // ‖H‖²
-    if (!std::isfinite(energy)) {
+    if (!std::isfinite(energy) || !std::isfinite(o.lr)) {
       std::fill_n(z, columns * 2 * k, Vector{});  // for the padding, which other classes rely on
       return SKIPPED;
     }
@@ -317,8 +324,8 @@ static void run(float* w, const float* d, float* m, long classes, const Options&
       capped += outcome == CAPPED;
     }
   }
-  counts[0] = skipped;
-  counts[1] = capped;
+  counts[0] += skipped;
+  counts[1] += capped;
 }
 
 extern "C" {
@@ -329,7 +336,7 @@ long scratch_size(long k, long n) {
   return k == 1 ? Worker<1, 1>(o, nullptr).size : Worker<ROWS, 4>(o, nullptr).size;
 }
 
-// One step of all classes in place; m may be null. Counts the classes that are skipped and those that are capped.
+// One step of all classes in place; m may be null. Adds to counts the classes that are skipped and capped.
 void step(float* w, const float* d, float* m, long classes, long k, long n, float lr, float momentum, int maximize,
           int parallel, float* scratch, long* counts, int threads) {
   const Options o = {k, n, lr, momentum, maximize ? -1.0f : 1.0f, parallel != 0};

@@ -1,47 +1,44 @@
 """The step on a CPU in C++ (step.cpp), for float32: two to four times as fast as plain torch.
 
 Optional: it is compiled at first use, if there is a compiler, into the user's cache folder ($GRASSY_CACHE, or
-~/.cache/grassy). Without one, and for what it does not take, the reference does the work.
+~/.cache/grassy). Without one, `supports` says so.
 """
 
 import ctypes
 import functools
 import hashlib
-import math
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from grassy.kernels import reference
+from grassy.kernels.options import StepOptions
 
-__all__ = ["geodesic_step", "large_enough", "unavailable", "worth_it"]
+__all__ = ["WORTH_COMPILING_FOR", "geodesic_step", "supports", "unavailable"]
 
 SOURCE = Path(__file__).with_name("step.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno")
-#: Below this number of elements a step takes well under a millisecond either way.
+#: Elements of a weight from which on it pays to compile: below, a step takes well under a millisecond either way.
 WORTH_COMPILING_FOR = 2**20
 
 
-def worth_it(weight: Tensor) -> bool:
-    """Whether `impl="auto"` should use this for such a weight."""
-    return large_enough(weight) and unavailable() is None
-
-
-def large_enough(weight: Tensor) -> bool:
-    """Whether the step of such a weight takes long enough to compile for."""
-    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return on_cpu and weight.numel() >= WORTH_COMPILING_FOR
+def supports(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None, options: StepOptions) -> str | None:
+    """Why this step cannot be made in C++, or None if it can. The first call compiles, which takes some seconds."""
+    tensors = [tensor for tensor in (weight, grad, momentum_buffer) if tensor is not None]
+    if not all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in tensors):
+        return "it supports contiguous float32 weights, gradients and momenta on a CPU"
+    if options.retraction != "geodesic" or options.max_angle is not None:
+        return "it supports retraction='geodesic' without max_angle"
+    return unavailable()
 
 
 def unavailable() -> str | None:
-    """Why this cannot be used here, or None if it can. The first call compiles, which takes some seconds."""
+    """Why nothing can be compiled here, or None if it can."""
     return _library()[1]
 
 
@@ -51,38 +48,32 @@ def geodesic_step(
     momentum_buffer: Tensor | None,
     lr: float | Tensor,
     momentum: float | Tensor,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """`reference.geodesic_step` in C++, but for some rare options, other precisions and other layouts."""
-    tensors = [tensor for tensor in (weight, grad, momentum_buffer) if tensor is not None]
-    plain = all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
-    same_shape = all(t.shape == weight.shape for t in tensors)
-    rare = options["retraction"] != "geodesic" or options["max_angle"] is not None or not math.isfinite(lr)
-    if not plain or not same_shape or rare:
-        return reference.geodesic_step(weight, grad, momentum_buffer, lr, momentum, **options)
-    library, reason = _library()
-    if library is None:
-        raise RuntimeError(f"impl='native' cannot be used here: {reason}")
+    options: StepOptions,
+    counts: Tensor,
+    skip: Tensor | None = None,
+) -> None:
+    """`reference.geodesic_step` in C++, of what `supports` has nothing against; the caller looks at `skip`."""
+    library, _ = _library()
+    assert library is not None
+    assert skip is None
     classes, k, n = weight.shape
     room = library.scratch_size(ctypes.c_long(k), ctypes.c_long(n))  # for each thread: two classes and a little
     threads = max(1, min(torch.get_num_threads(), weight.numel() // (11 * room)))  # below a tenth of the weight
-    scratch = torch.empty(threads, room)
-    counts = torch.zeros(2, dtype=torch.int64)
+    scratch = torch.empty(threads, room, dtype=torch.float32, device=weight.device)
     library.step(
         _address(weight),
         _address(grad),
         None if momentum_buffer is None else _address(momentum_buffer),
         *map(ctypes.c_long, (classes, k, n)),
         *map(ctypes.c_float, (float(lr), float(momentum))),
-        int(options["maximize"]),
-        int(options["transport"] == "parallel"),
+        int(options.maximize),
+        int(options.transport == "parallel"),
         _address(scratch),
         _address(counts),
         threads,
     )
     # As torch does itself, so that autograd notices.
-    torch.autograd.graph.increment_version([tensor for tensor in tensors if tensor is not grad])
-    return counts[0], counts[1]
+    torch.autograd.graph.increment_version([weight] if momentum_buffer is None else [weight, momentum_buffer])
 
 
 def _address(tensor: Tensor) -> ctypes.c_void_p:
@@ -101,11 +92,11 @@ def _library() -> tuple[ctypes.CDLL | None, str | None]:
         parts = [SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), _cpu()]
         key = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
         folder = Path(os.environ.get("GRASSY_CACHE") or Path.home() / ".cache" / "grassy")
-        library = folder / f"native-{key}.so"
+        library = folder / f"step-{key}.so"
         if not library.exists():
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
-                built = Path(temporary) / "native.so"
+                built = Path(temporary) / "step.so"
                 subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(built)], capture_output=True, check=True)
                 built.replace(library)  # whole or not at all, also if two processes do this at once
         functions = ctypes.CDLL(str(library))

@@ -1,10 +1,9 @@
 """The step on an NVIDIA GPU in CUDA C++ (step.cu): one launch, each number read and written once. Large classes have
-three more launches before it (cuda_stream.py).
+three more launches before it (stream.py).
 
-Optional: it is compiled at first use by the NVRTC library that comes with torch. It takes float32 weights with k up to
-32, as far as a class fits into shared memory; gradients and momentum may be bfloat16. What it does not take goes to the
-reference. Learning rate, momentum and the flag that skips a step may be tensors on the device, and nothing is read
-back: the step can live in a CUDA graph.
+Optional: it is compiled at first use by the NVRTC library that comes with torch. It supports float32 weights with k up
+to 32, as far as a class fits into shared memory; gradients and momentum may be bfloat16. Learning rate, momentum and
+the flag that skips a step may be tensors on the device, and nothing is read back: the step can live in a CUDA graph.
 """
 
 import ctypes
@@ -17,15 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grassy.kernels import reference
-from grassy.kernels.cuda import stream as cuda_stream
+from grassy.kernels.cuda import nvrtc, stream
+from grassy.kernels.options import StepOptions
 
-__all__ = ["HEADS", "Plan", "geodesic_steps", "plan", "source", "unavailable"]
+__all__ = ["HEADS", "Plan", "geodesic_steps", "plan", "source", "supports"]
 
 SOURCE = Path(__file__).with_name("step.cu")
 STREAM_SOURCE = SOURCE.with_name("stream.cu")
 #: Heads that one launch takes.
 HEADS = 32
+#: Of gradients and momenta.
+TYPES = (torch.float32, torch.bfloat16)
 #: Up to this K two classes are taken together, if they fit: tensor cores work on 8 rows at least.
 PAIRED_K = 4
 #: KiB of shared memory for the slice of a class or pair that a thread block holds, by rows: an H200 was fastest so.
@@ -107,29 +108,34 @@ def _plan(k: int, n: int, classes: int, capability: tuple[int, int]) -> Plan | N
     return Plan(k, rows, cluster, columns, warps, max(1, min(by_registers, by_memory)), classes)
 
 
-def unavailable(weight: Tensor) -> str | None:
-    """Why the kernel cannot take such a weight here, or None if it can. The first call for a shape compiles."""
+def supports(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None, options: StepOptions) -> str | None:
+    """Why the kernels cannot make such a step here, or None if they can. The first call for a shape compiles."""
     if weight.device.type != "cuda" or torch.version.cuda is None:
         return "it needs an NVIDIA GPU"
+    if options.retraction != "geodesic":
+        return "it supports retraction='geodesic'"
     if weight.dtype != torch.float32 or not weight.is_contiguous() or weight.numel() == 0:
-        return "it takes contiguous float32 weights"
+        return "it supports contiguous float32 weights"
+    momentum = weight if momentum_buffer is None else momentum_buffer
+    if grad.dtype not in TYPES or momentum.dtype not in TYPES or not momentum.is_contiguous():
+        return "it supports gradients and contiguous momenta in float32 and bfloat16"
     _, k, n = weight.shape
     chosen = plan(k, n, torch.cuda.get_device_capability(weight.device))
     if chosen is None:
         return f"classes of {k} x {n} are too large for it, or the GPU is too old"
-    reason = _failure(chosen, weight.device)
+    reason = _failure(chosen, grad.dtype == torch.bfloat16, momentum.dtype == torch.bfloat16, weight.device)
     if reason and torch.cuda.is_current_stream_capturing():
         _failure.cache_clear()  # a module cannot always be loaded while a graph is captured: ask again afterwards
     return reason
 
 
 @functools.cache
-def _failure(chosen: Plan, device: torch.device) -> str | None:
+def _failure(chosen: Plan, grad_is_bf16: bool, momentum_is_bf16: bool, device: torch.device) -> str | None:
     """Why the kernel could not be compiled or loaded. Found out once, as it may take seconds: steps ask every time."""
     try:
-        kernel = _kernel(chosen, 1, False, False, device)
+        kernel = _kernel(chosen, 1, grad_is_bf16, momentum_is_bf16, device)
         if _streamed(chosen):
-            _stream_kernels(1, False, False, device)
+            _stream_kernels(1, grad_is_bf16, momentum_is_bf16, device)
         with torch.cuda.device(device):
             if not _resident(kernel, chosen):
                 return f"{chosen.cluster} of its thread blocks together do not fit on this GPU"
@@ -161,48 +167,36 @@ def geodesic_steps(
     momentum_buffers: Sequence[Tensor | None],
     lr: float | Tensor,
     momentum: float | Tensor,
-    *,
+    options: StepOptions,
+    counts: Sequence[Tensor],
     skip: Tensor | None = None,
-    counts: Sequence[Tensor] | None = None,
-    **options: Any,
-) -> list[tuple[Tensor, Tensor]]:
-    """`reference.geodesic_step` of up to HEADS weights (C_i, K, N) together: of one K, N, device and types.
+) -> None:
+    """`reference.geodesic_step` of up to HEADS weights (C_i, K, N) together, which `supports` has nothing against: of
+    one K, N, device and types.
 
-    All have momentum or none has. If `skip`, a number on the device, is not 0, nothing is done. counts: two numbers for
-    each weight to which those of this step are added.
+    All have momentum or none has. If `skip`, a number on the device, is not 0, nothing is done. counts: two elements
+    for each weight to which those of this step are added.
     """
     grads = [grad.contiguous() for grad in grads]
     buffers = [buffer for buffer in momentum_buffers if buffer is not None]
     weight, dtypes = weights[0], (grads[0].dtype, buffers[0].dtype if buffers else torch.float32)
-    taken = all(dtype in (torch.float32, torch.bfloat16) for dtype in dtypes)
-    if options["retraction"] == "qf" or not taken or not all(buffer.is_contiguous() for buffer in buffers):
-        found = [
-            reference.geodesic_step(*tensors, lr, momentum, skip=skip, **options)
-            for tensors in zip(weights, grads, momentum_buffers, strict=True)
-        ]
-        for total, pair in zip(counts or [], found, strict=bool(counts)):
-            total += torch.stack(pair)
-        return [(total[0], total[1]) for total in counts] if counts else found
     _, k, n = weight.shape
     chosen = plan(k, n, torch.cuda.get_device_capability(weight.device))
-    if chosen is None:
-        raise RuntimeError(f"impl='cuda' cannot take this weight: {unavailable(weight)}")
-    max_angle = options["max_angle"]
+    assert chosen is not None
+    max_angle = options.max_angle
     lr, momentum, skip = (_as_float32(value, weight.device) for value in (lr, momentum, skip))
     tensors = [*weights, *grads, *buffers]
     facts = (  # in the order of the flags in launch.cuh
         bool(buffers),
-        options["transport"] == "parallel",
+        options.transport == "parallel",
         max_angle is not None,
-        options["maximize"],
+        options.maximize,
         isinstance(lr, Tensor),
         isinstance(momentum, Tensor),
         n % 4 == 0 and all(tensor.data_ptr() % (4 * tensor.element_size()) == 0 for tensor in tensors),
         skip is not None,
     )
     flags = sum(2**bit for bit, fact in enumerate(facts) if fact)
-    if counts is None:
-        counts = list(torch.zeros(len(weights), 2, dtype=torch.int64, device=weight.device))
     # A kernel for many heads takes a kilobyte of arguments, which is felt in the time of a launch.
     number = 1 if len(weights) == 1 else HEADS
     heads, clusters = _heads(number)(), 0
@@ -222,21 +216,20 @@ def geodesic_steps(
             # While a graph is captured a module cannot always be loaded. That for one head is there.
             for w, d, m, total in zip(weights, grads, momentum_buffers, counts, strict=True):
                 if len(w):
-                    geodesic_steps([w], [d], [m], lr, momentum, skip=skip, counts=[total], **options)
-            return [(total[0], total[1]) for total in counts]
+                    geodesic_steps([w], [d], [m], lr, momentum, options, [total], skip)
+            return
         pointers = [value if isinstance(value, Tensor) else weight for value in (lr, momentum, skip)]
         values = [0.0 if isinstance(value, Tensor) else float(value) for value in (lr, momentum)]
         values.append(0.0 if max_angle is None else float(max_angle))
         verdicts, ahead = weight, _bringing_ahead(kernel, chosen, n, weight.device)
         pause = _pause(chosen, clusters > ahead)
         if stream_kernels:
-            verdicts = cuda_stream.steps(stream_kernels, heads, clusters, weight, pointers, values, k, n, flags)
+            verdicts = stream.steps(stream_kernels, heads, clusters, weight, pointers, values, k, n, flags)
             flags, ahead, pause = flags | CAREFUL_ONLY, NOTHING_AHEAD, 0
         arguments = [heads, *pointers, verdicts, *values, k, n, chosen.columns, ahead, pause, flags]
         kernel.launch(clusters * chosen.cluster, 32 * chosen.warps, chosen.shared_bytes, arguments)
     # As torch does itself, so that autograd notices.
     torch.autograd.graph.increment_version([*weights, *buffers])
-    return [(total[0], total[1]) for total in counts]
 
 
 def _as_float32(value: Any, device: torch.device) -> Any:
@@ -262,12 +255,10 @@ def _bringing_ahead(kernel: Any, chosen: Plan, n: int, device: torch.device) -> 
 
 @functools.cache
 def _kernel(chosen: Plan, heads: int, grad_is_bf16: bool, momentum_is_bf16: bool, device: torch.device) -> Any:
-    from grassy.kernels.cuda.nvrtc import compile_kernels
-
     with torch.cuda.device(device):
         capability = torch.cuda.get_device_capability(device)
         macros = defines(chosen, heads, grad_is_bf16, momentum_is_bf16)
-        return compile_kernels(source(), ["step"], macros, capability)[0]
+        return nvrtc.compile_kernels(source(), ["step"], macros, capability)[0]
 
 
 def _pause(chosen: Plan, rounds: bool) -> int:
@@ -284,12 +275,10 @@ def _streamed(chosen: Plan) -> bool:
 
 @functools.cache
 def _stream_kernels(heads: int, grad_is_bf16: bool, momentum_is_bf16: bool, device: torch.device) -> Any:
-    from grassy.kernels.cuda.nvrtc import compile_kernels
-
     with torch.cuda.device(device):
         capability = torch.cuda.get_device_capability(device)
         macros = defines(STREAMED, heads, grad_is_bf16, momentum_is_bf16)
-        return compile_kernels(source(STREAM_SOURCE), cuda_stream.KERNELS, macros, capability)
+        return nvrtc.compile_kernels(source(STREAM_SOURCE), stream.KERNELS, macros, capability)
 
 
 def source(file: Path = SOURCE) -> str:

@@ -300,6 +300,13 @@ __device__ Verdict middle(Matrices m, float rate, int flags, float max_angle, bo
         set(m.U, [&](int r, int c, int) { return here ? 0 : -(float)(r == c); });
         return AGAIN;
     }
+    if (careful && 2 * energy < length) {
+        // H was projected twice, and the second time took most of it away: it is but rounding, of a gradient inside the
+        // subspace or with k = n, and the class does not move.
+        set(m.X, [&](int, int, int j) { return -t[j]; });
+        set(m.U, [&](int r, int c, int) { return here ? 0 : (float)(r == c); });
+        return STAY;
+    }
     float speed = sqrtf(energy), tau = rate, limit = LARGEST_TURN;
     if (flags & CAPPED) {
         speed = largest_singular_value(m.A, m.X, m.Y);

@@ -1,4 +1,4 @@
-"""The step of classes that do not fit on the chip, in a few launches: any n, and k up to 32, or 64 on a large GPU.
+"""The portable step on a GPU, in a few launches: any n, and k up to 32, or 64 on a large GPU.
 
 The mathematics is that of `reference._step`, the names too. A first pass over the columns sums the Gram matrices of W
 and B = μM + D (`_grams`), from which all K x K matrices follow (`_turns`), and a second one makes the new W and M
@@ -10,12 +10,14 @@ cut off, so that a long sum would drift: the columns of a block are summed there
 """
 
 import functools
+from collections.abc import Hashable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from grassy.kernels.options import NotCompiledYet, StepOptions
 from grassy.kernels.reference import MAX_DOUBLINGS
 from grassy.kernels.triton.small_matrices import cosm1_sinc, dot, largest_singular_value
 
@@ -29,16 +31,32 @@ BYTES_OF_64_ROWS = 192 * 1024
 SHARE = 512
 #: Of the K x K matrices between the passes; more classes than have room there are taken one part after the other.
 SCRATCH_BYTES = 2**26
+#: Of gradients and momenta.
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Variants of the kernels that have been launched in this process: the first launch of one compiles and loads it, which
+#: is forbidden while a CUDA graph is captured.
+_LAUNCHED: set[Hashable] = set()
+CAPTURED_TOO_EARLY = (
+    "the kernel in Triton cannot be compiled while a CUDA graph is captured; make a step of the same kind first"
+)
 
 #: What `_turns` finds about a class.
-SKIP, STILL, MOVE, CAREFUL, POLISH = (tl.constexpr(i) for i in range(5))
+SKIP, STILL, MOVE, CAREFUL, POLISH, GONE = (tl.constexpr(i) for i in range(6))
 
 
-def fits(weight: Tensor) -> bool:
-    """Whether the kernels take a weight of this shape, dtype and layout, on its device."""
-    if weight.numel() == 0 or weight.dtype != torch.float32 or not weight.is_contiguous():
-        return False
-    return weight.shape[1] <= (_most_rows(weight.device) if weight.device.type == "cuda" else MAX_ROWS)
+def supports(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None, options: StepOptions) -> str | None:
+    """Why the kernels cannot make such a step, or None if they can."""
+    if options.retraction != "geodesic":
+        return "it supports retraction='geodesic'"
+    if weight.dtype != torch.float32 or not weight.is_contiguous() or weight.numel() == 0:
+        return "it supports contiguous float32 weights"
+    momentum = weight if momentum_buffer is None else momentum_buffer
+    if grad.dtype not in TYPES or momentum.dtype not in TYPES or not momentum.is_contiguous():
+        return "it supports gradients and contiguous momenta in float32, bfloat16 and float16"
+    most = _most_rows(weight.device) if weight.device.type == "cuda" else MAX_ROWS
+    if weight.shape[1] > most:
+        return f"it supports k up to {most} on this device, got {weight.shape[1]}"
+    return None
 
 
 @functools.cache
@@ -55,23 +73,29 @@ def warps(rows: int) -> int:
     return 8 if rows == 64 else 4
 
 
-def launch(
+def geodesic_step(
     weight: Tensor,
     grad: Tensor,
     momentum_buffer: Tensor | None,
-    counts: Tensor,
     lr: float | Tensor,
     momentum: float | Tensor,
-    *,
-    transport: str,
-    max_angle: float | None,
-    maximize: bool,
-    skip: Tensor | None,
+    options: StepOptions,
+    counts: Tensor,
+    skip: Tensor | None = None,
 ) -> None:
-    """One step of contiguous tensors, in place."""
+    """`reference.geodesic_step` in a few launches, of what `supports` has nothing against; counts are added to.
+
+    NotCompiledYet if that would compile while a CUDA graph is captured.
+    """
+    grad = grad.contiguous()
+    arguments = map(_kind, (weight, grad, momentum_buffer, lr, momentum, skip, counts))
+    variant = (weight.device, *weight.shape, options, *arguments)
+    if variant not in _LAUNCHED and _capturing(weight):
+        raise NotCompiledYet(f"{tuple(weight.shape)}: {CAPTURED_TOO_EARLY}")
     classes, k, n = weight.shape
     rows = max(16, triton.next_power_of_2(k))
-    matrices = 5 if transport == "parallel" else 3
+    parallel, max_angle = options.transport == "parallel", options.max_angle
+    matrices = 6 if parallel else 4
     part = max(1, min(classes, SCRATCH_BYTES // (4 * matrices * rows * rows)))
     # Of each class some K x K matrices, a row that says which of its rows are present, and a verdict.
     scratch = torch.empty((part, matrices * rows + 1, rows), dtype=torch.float32, device=weight.device)
@@ -79,11 +103,11 @@ def launch(
 
     own = {"CAN_SKIP": skip is not None, "num_warps": warps(rows)}
     sizes = {**own, "K": rows, "N": COLUMNS[rows], "num_stages": STAGES}
-    both = {**sizes, "HAS_MOMENTUM": momentum_buffer is not None, "MAXIMIZE": maximize}
+    both = {**sizes, "HAS_MOMENTUM": momentum_buffer is not None, "MAXIMIZE": options.maximize}
     both["MOMENTUM_ON_DEVICE"] = isinstance(momentum, Tensor)
     turns = {**own, "K": rows, "LR_ON_DEVICE": isinstance(lr, Tensor), "CAPPED": max_angle is not None}
-    turns |= {"PARALLEL": transport == "parallel", "LARGEST": float(2**MAX_DOUBLINGS)}
-    limit = float("inf") if max_angle is None else max_angle
+    turns |= {"PARALLEL": parallel, "LARGEST": float(2**MAX_DOUBLINGS)}
+    limit = float("inf") if max_angle is None else float(max_angle)
     for first in range(0, classes, part):
         many = min(part, classes - first)
         w, d = weight[first : first + many], grad[first : first + many]
@@ -95,8 +119,22 @@ def launch(
             _turns[(many,)](*between, counts, lr, limit, matrices, 0, **turns)
             _grams[(many,)](*tensors, CAREFUL_ONLY=True, **both)
             _turns[(many,)](*between, counts, lr, limit, matrices, 1, **turns)
-            _moves[(many, triton.cdiv(n, SHARE))](*tensors, PARALLEL=transport == "parallel", SHARE=SHARE, **both)
+            for careful in (False, True):
+                grid = (many, triton.cdiv(n, SHARE))
+                _moves[grid](*tensors, CAREFUL_ONLY=careful, PARALLEL=parallel, SHARE=SHARE, **both)
             _polish[(many,)](w, *between, k, n, **sizes)
+    _LAUNCHED.add(variant)
+    # As torch does itself, so that autograd notices.
+    torch.autograd.graph.increment_version([weight] if momentum_buffer is None else [weight, momentum_buffer])
+
+
+def _kind(value: float | Tensor | None) -> Hashable:
+    """Of an argument, what Triton compiles a variant of its own for."""
+    return (value.dtype, value.data_ptr() % 16 == 0) if isinstance(value, Tensor) else value is None
+
+
+def _capturing(weight: Tensor) -> bool:
+    return weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @triton.jit
@@ -119,7 +157,7 @@ def _grams(
     CAN_SKIP: tl.constexpr,
     CAREFUL_ONLY: tl.constexpr,
 ):
-    """W Wᵀ, B Wᵀ and B Bᵀ; or, of classes that `_turns` found to need it, H Hᵀ from H itself, in the place of B Bᵀ."""
+    """W Wᵀ, B Wᵀ and B Bᵀ; or, of classes that `_turns` found to need it, H Wᵀ and H Hᵀ from H itself."""
     if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
         if tl.load(skip) != 0:
             return
@@ -145,9 +183,11 @@ def _grams(
             b = tl.where(present[:, None], b - dot(x, w, True), 0.0)
         else:
             gram_w += tl.dot(w, tl.trans(w), nothing, input_precision="tf32x3")
-            overlap += tl.dot(b, tl.trans(w), nothing, input_precision="tf32x3")
+        overlap += tl.dot(b, tl.trans(w), nothing, input_precision="tf32x3")
         square += tl.dot(b, tl.trans(b), nothing, input_precision="tf32x3")
-    if not CAREFUL_ONLY:
+    if CAREFUL_ONLY:
+        tl.store(matrix + 3 * K * K, overlap)
+    else:
         tl.store(matrix, gram_w)
         tl.store(matrix + K * K, overlap)
     tl.store(matrix + 2 * K * K, square)
@@ -172,7 +212,9 @@ def _turns(
 ):
     """From Gram matrices to what W' = W + Y W + V H, H = B − X W and M' are made of: Y, X and V take their place.
 
-    With `careful`, of the classes that were found to need it, and from H Hᵀ, which has then taken the place of B Bᵀ.
+    With `careful`, of the classes that were found to need it, H is projected once more, H − X' W, and twice is enough.
+    If that takes most of it away, it was but rounding, of a gradient inside the subspace or with k = n, and the class
+    does not move.
     """
     if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
         if tl.load(skip) != 0:
@@ -192,15 +234,20 @@ def _turns(
     eye = tl.where(present[:, None], eye, 0.0)
     defect = gram_w - eye
     if careful != 0:
-        verdict = tl.where(verdict == CAREFUL, POLISH, SKIP)
+        x = tl.load(matrix + 3 * K * K)
+    overlap = tl.where(present[:, None], x, 0.0)
+    x = overlap - dot(overlap, defect, True)  # B Wᵀ (W Wᵀ)⁻¹, to first order, as is what follows; or H Wᵀ (W Wᵀ)⁻¹
+    square = a
+    a = tl.where(present[:, None] & present[None, :], a - dot(x, tl.trans(overlap), True), 0.0)
+    length = energy  # ‖B‖², or that of H
+    left = tl.sum(tl.sum(a * eye, axis=1), axis=0)
+    energy = tl.maximum(left, 0.0)
+    if careful != 0:
+        verdict = tl.where(verdict == CAREFUL, tl.where(2 * energy < length, GONE, POLISH), SKIP)
+        if verdict != SKIP:
+            tl.store(verdict_pointer, verdict)
+            tl.store(matrix + 3 * K * K, x)
     else:
-        overlap = tl.where(present[:, None], x, 0.0)
-        x = overlap - dot(overlap, defect, True)  # B Wᵀ (W Wᵀ)⁻¹, to first order, as is what follows
-        square = a
-        a = tl.where(present[:, None] & present[None, :], a - dot(x, tl.trans(overlap), True), 0.0)
-        length = energy  # ‖B‖²
-        left = tl.sum(tl.sum(a * eye, axis=1), axis=0)
-        energy = tl.maximum(left, 0.0)
         # A class that does not move is left alone, to the bit.
         verdict = tl.where(tl.sum(tl.sum(square * eye, axis=1), axis=0) > 0, MOVE, STILL)
         # What cancellation leaves in A is of the size of rounding in B Bᵀ, and is felt only in large turns, or if the
@@ -216,7 +263,7 @@ def _turns(
         tl.store(scratch_pointer + _presence(matrices, K), present.to(tl.float32))
         tl.store(matrix + K * K, x)
 
-    if (verdict != SKIP) & (verdict != CAREFUL):
+    if (verdict == STILL) | (verdict == MOVE) | (verdict == POLISH):
         speed = tl.sqrt(energy)
         if CAPPED:
             speed = largest_singular_value(a, True)
@@ -232,10 +279,8 @@ def _turns(
         tl.store(matrix, cosm1 - 0.5 * (off + dot(off, cosm1, True)))
         tl.store(matrix + 2 * K * K, -tau * (sinc - 0.5 * dot(off, sinc, True)))
         if PARALLEL:
-            tl.store(matrix + 3 * K * K, tau * dot(a, sinc, True))
-            tl.store(matrix + 4 * K * K, cosm1)
-        if careful != 0:
-            tl.store(verdict_pointer, verdict)
+            tl.store(matrix + 4 * K * K, tau * dot(a, sinc, True))
+            tl.store(matrix + 5 * K * K, cosm1)
 
 
 @triton.jit
@@ -258,21 +303,22 @@ def _moves(
     PARALLEL: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     CAN_SKIP: tl.constexpr,
+    CAREFUL_ONLY: tl.constexpr,
 ):
-    """The new W and M of some of the columns."""
+    """The new W and M of some of the columns; of classes that need care, or of the others."""
     if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
         if tl.load(skip) != 0:
             return
     verdict = tl.load(verdict_pointer + tl.program_id(0))
-    if verdict == SKIP:
+    if (verdict == SKIP) | ((verdict >= POLISH) != CAREFUL_ONLY):
         return
     mu = tl.load(momentum).to(tl.float32) if MOMENTUM_ON_DEVICE else momentum
     row = tl.arange(0, K)[:, None]
     column = tl.arange(0, N)[None, :]
     place = tl.program_id(0).to(tl.int64) * k * n + row * n + column
-    moving = row < tl.where(verdict == STILL, 0, k)
+    moving = row < tl.where((verdict == STILL) | (verdict == GONE), 0, k)
     matrix = scratch_pointer + _matrix(matrices, K)
-    present = tl.load(scratch_pointer + _presence(matrices, K)) > 0
+    present = (tl.load(scratch_pointer + _presence(matrices, K)) > 0) & (verdict != GONE)
     along_w = tl.load(matrix)
     x = tl.load(matrix + K * K)
     along_h = tl.load(matrix + 2 * K * K)
@@ -282,13 +328,16 @@ def _moves(
         w = tl.load(weight_pointer + place + begin, inside, other=0.0)
         b = _sum(grad_pointer, momentum_pointer, place + begin, inside, mu, HAS_MOMENTUM, MAXIMIZE)
         h = tl.where(present[:, None], b - dot(x, w, True), 0.0)
+        if CAREFUL_ONLY:
+            h -= tl.where(present[:, None], dot(tl.load(matrix + 3 * K * K), w, True), 0.0)
         new = w + (dot(along_w, w, True) + dot(along_h, h, True))
         tl.store(weight_pointer + place + begin, new, inside & moving)
         if HAS_MOMENTUM:
             if PARALLEL:
-                turned = tl.load(matrix + 3 * K * K)
-                cosm1 = tl.load(matrix + 4 * K * K)
-                h += dot(cosm1, h, True) + dot(turned, w, True)
+                turned = tl.load(matrix + 4 * K * K)
+                cosm1 = tl.load(matrix + 5 * K * K)
+                more = dot(cosm1, h, True) + dot(turned, w, True)
+                h += tl.where(verdict != GONE, more, 0.0) if CAREFUL_ONLY else more
             tl.store(momentum_pointer + place + begin, h, inside)
 
 

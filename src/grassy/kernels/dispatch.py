@@ -1,0 +1,205 @@
+"""The one place that chooses an implementation, of the step and of the head.
+
+Every implementation has a function `supports` that says why it cannot do what is asked, or None if it can. `"auto"`
+takes the first in the order of preference that has nothing to say; a name gets that implementation or an error. No
+implementation hands its work to another one.
+"""
+
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from grassy.kernels import cross_entropy, logits, reference, triton
+from grassy.kernels.cpu import step as native
+from grassy.kernels.cuda import step as cuda
+from grassy.kernels.options import NotCompiledYet, StepOptions
+from grassy.precision import exact_products
+
+#: The names of the implementations of each operator.
+STEPS = ("cuda", "triton", "native", "reference")
+LOGITS = ("triton", "reference")
+LOSSES = ("triton", "chunks", "reference")
+
+Head = tuple[Tensor, Tensor, Tensor | None]  # weight, gradient and momentum, (C, K, N) each
+DEFAULTS = StepOptions()
+
+
+# --- the step -----------------------------------------------------------------------------------------------------
+
+
+def explain(
+    weight: Tensor, grad: Tensor | None = None, momentum_buffer: Tensor | None = None, **options: object
+) -> dict[str, str | None]:
+    """The implementations of the step in the order of preference, each with why it is not taken, or None.
+
+    The first without a reason is the one that `impl="auto"` takes. The gradient is taken to be like the weight if it is
+    not given. options: the fields of `StepOptions`.
+    """
+    asked = StepOptions(**options)  # type: ignore[arg-type]
+    return {name: _why_not(name, weight, grad, momentum_buffer, asked) for name in _order(weight)}
+
+
+def choose(
+    impl: str,
+    weight: Tensor,
+    grad: Tensor | None = None,
+    momentum_buffer: Tensor | None = None,
+    options: StepOptions = DEFAULTS,
+) -> str:
+    """The name of the implementation of the step that `impl` stands for, for such tensors; `explain` says why."""
+    if impl == "auto":
+        # One after the other: a kernel that is not needed would be compiled to be asked about.
+        return next(n for n in _order(weight) if _why_not(n, weight, grad, momentum_buffer, options) is None)
+    _check_name(impl, STEPS)
+    if reason := _unsupported(impl, weight, grad, momentum_buffer, options):
+        raise RuntimeError(f"impl={impl!r} cannot be used here: {reason}")
+    return impl
+
+
+def geodesic_steps(
+    heads: Sequence[Head],
+    lr: float | Tensor,
+    momentum: float | Tensor,
+    options: StepOptions,
+    counts: Sequence[Tensor],
+    skip: Tensor | None,
+    impl: str,
+) -> None:
+    """One step of each head in place, by the implementation that `impl` stands for; its counts are added to `counts`.
+
+    Heads of one K and N that "cuda" takes are taken together.
+    """
+    for name, numbers in _launches(heads, options, impl):
+        weight = heads[numbers[0]][0]
+        by_host = skip is not None and "cpu" in (skip.device.type, weight.device.type)
+        if skip is not None and by_host and bool(skip != 0):
+            continue
+        flag = None if skip is None or by_host else skip.to(weight.device, non_blocking=True)
+        rates = _for_device(lr, "lr", weight), _for_device(momentum, "momentum", weight)
+        with exact_products(weight):
+            if name == "cuda":
+                weights, grads, buffers = ([heads[i][part] for i in numbers] for part in range(3))
+                totals = [counts[i] for i in numbers]
+                cuda.geodesic_steps(weights, grads, buffers, *rates, options, totals, flag)  # type: ignore[arg-type]
+                continue
+            (number,) = numbers
+            try:
+                _module(name).geodesic_step(*heads[number], *rates, options, counts[number], flag)
+            except NotCompiledYet as error:
+                if impl != "auto":
+                    raise
+                warnings.warn(f"{error}; it gets plain torch instead", stacklevel=2)
+                reference.geodesic_step(*heads[number], *rates, options, counts[number], flag)
+
+
+def _order(weight: Tensor) -> tuple[str, ...]:
+    return ("cuda", "triton", "reference") if weight.device.type == "cuda" else ("native", "reference")
+
+
+def _why_not(
+    name: str, weight: Tensor, grad: Tensor | None, momentum_buffer: Tensor | None, options: StepOptions
+) -> str | None:
+    if name == "native" and weight.numel() < native.WORTH_COMPILING_FOR:
+        return f"it pays for weights of {native.WORTH_COMPILING_FOR:,} elements and more"
+    return _unsupported(name, weight, grad, momentum_buffer, options)
+
+
+def _unsupported(
+    name: str, weight: Tensor, grad: Tensor | None, momentum_buffer: Tensor | None, options: StepOptions
+) -> str | None:
+    if name == "triton" and (missing := triton.unavailable(weight.device)):
+        return missing
+    reason: str | None = _module(name).supports(weight, weight if grad is None else grad, momentum_buffer, options)
+    return reason
+
+
+def _module(name: str) -> ModuleType:
+    if name == "triton":
+        from grassy.kernels.triton import step  # imports triton, which is optional
+
+        return step
+    return {"cuda": cuda, "native": native, "reference": reference}[name]
+
+
+def _launches(heads: Sequence[Head], options: StepOptions, impl: str) -> list[tuple[str, list[int]]]:
+    """Implementations, each with the numbers of the heads whose steps it makes together."""
+    alike: dict[object, list[int]] = {}
+    seen: dict[int, int] = {}  # one weight that is given twice makes two steps, one after the other
+    for i, head in enumerate(heads):
+        seen[id(head[0])] = times = seen.get(id(head[0]), 0) + 1
+        kinds = [None if t is None else (t.dtype, t.device, t.is_contiguous()) for t in head]
+        if head[0].numel():
+            alike.setdefault((times, head[0].shape[1:], *kinds), []).append(i)
+    launches: list[tuple[str, list[int]]] = []
+    for numbers in alike.values():
+        name = choose(impl, *heads[numbers[0]], options)
+        if name == "cuda":
+            launches += [(name, numbers[at : at + cuda.HEADS]) for at in range(0, len(numbers), cuda.HEADS)]
+        else:
+            launches += [(choose(impl, *heads[i], options), [i]) for i in numbers]
+    return launches
+
+
+def _for_device(value: float | Tensor, name: str, weight: Tensor) -> float | Tensor:
+    """A float, or a tensor () where the weight is: a kernel cannot read one on the host, and copying it would wait."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1:
+        raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
+    return float(value) if value.device.type == "cpu" else value.detach().reshape(())
+
+
+# --- the head -----------------------------------------------------------------------------------------------------
+
+
+def explain_logits(x: Tensor, weight: Tensor, gamma: float | Tensor = 25.0) -> dict[str, str | None]:
+    """The implementations of `subspace_logits` in the order of preference, each with why it is not taken, or None."""
+    return {name: _why_not_logits(name, x, weight, gamma) for name in LOGITS}
+
+
+def choose_logits(impl: str, x: Tensor, weight: Tensor, gamma: float | Tensor) -> str:
+    """The name of the implementation of `subspace_logits` that `impl` stands for, for such tensors."""
+    if impl == "auto":
+        return next(name for name in LOGITS if _why_not_logits(name, x, weight, gamma) is None)
+    _check_name(impl, LOGITS)
+    if reason := _no_fused_logits(x, weight, gamma) if impl == "triton" else None:
+        raise RuntimeError(f"impl={impl!r} cannot be used here: {reason}")
+    return impl
+
+
+def choose_loss(impl: str, x: Tensor, weight: Tensor, target: Tensor, gamma: float | Tensor) -> str:
+    """The name of the implementation of `subspace_cross_entropy` that `impl` stands for, for such tensors."""
+    unsupported = cross_entropy.supports(x, weight, target, gamma)
+    if impl == "auto":
+        if unsupported is not None:
+            return "reference"
+        return "triton" if _why_not_logits("triton", x, weight, gamma) is None else "chunks"
+    _check_name(impl, LOSSES)
+    reason = None if impl == "reference" else unsupported
+    if reason is None and impl == "triton":
+        reason = _no_fused_logits(x, weight, gamma)
+    if reason:
+        raise RuntimeError(f"impl={impl!r} cannot be used here: {reason}")
+    return impl
+
+
+def _why_not_logits(name: str, x: Tensor, weight: Tensor, gamma: float | Tensor) -> str | None:
+    if name == "reference":
+        return None
+    if weight.device.type != "cuda":
+        return "the weight is not on a GPU"
+    if torch.compiler.is_exporting():  # an export must not depend on an operator that others do not know
+        return "the model is being exported"
+    return _no_fused_logits(x, weight, gamma)
+
+
+def _no_fused_logits(x: Tensor, weight: Tensor, gamma: float | Tensor) -> str | None:
+    return triton.unavailable(weight.device) or logits.supports(x, weight, gamma)
+
+
+def _check_name(impl: str, names: Sequence[str]) -> None:
+    if impl not in names:
+        raise ValueError(f"impl must be 'auto' or one of {sorted(names)}, got {impl!r}")
