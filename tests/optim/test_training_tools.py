@@ -123,6 +123,34 @@ def test_the_riemannian_norm_does_not_cancel_when_the_gradient_lies_in_the_subsp
     assert torch.allclose(grassy.clip_grad_norm_(model, 1e9), tiny.norm(), rtol=1e-2)
 
 
+@pytest.mark.parametrize("size", [1e18, 2e19, 1e25, 1e37])
+def test_a_gradient_whose_square_overflows_is_clipped_like_any_other(size):
+    """It used not to count, was scaled down all the same, and then moved its class by a large angle."""
+    head = grassy.GrassmannHead(16, 3, k=2)
+    gradient = torch.randn_like(head.weight)
+    gradient[1] *= size
+    head.weight.grad = gradient.clone()
+    exact = torch.linalg.vector_norm(g.project(head.weight.detach().double(), gradient.double()))
+    norm = grassy.clip_grad_norm_(head, 0.5)
+    assert norm.double() == pytest.approx(float(exact), rel=1e-5)
+    clipped = g.project(head.weight.detach().double(), head.weight.grad.double())
+    assert torch.linalg.vector_norm(clipped) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_two_steps_on_one_scaled_gradient_are_those_on_the_gradient():
+    """The scale that a GradScaler hands over is not divided into p.grad."""
+    heads = [nn.Parameter(g.random_subspace(3, 2, 8, generator=torch.Generator().manual_seed(0))) for _ in range(2)]
+    plain, scaled = (grassy.RiemannianSGD([p], lr=0.1) for p in heads)
+    heads[0].grad = torch.randn(3, 2, 8)
+    heads[1].grad = 1024 * heads[0].grad
+    scaled.grad_scale, scaled.found_inf = torch.tensor(1024.0), torch.tensor(0.0)
+    for _ in range(2):
+        plain.step()
+        scaled.step()
+    assert torch.equal(heads[1].grad, 1024 * heads[0].grad)
+    assert torch.equal(*heads)
+
+
 def test_a_class_with_a_non_finite_gradient_does_not_poison_the_clipping_of_the_rest():
     model = a_model()
     grassy.classification_loss(model, *data(0)).backward()

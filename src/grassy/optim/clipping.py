@@ -31,18 +31,28 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, error_if_nonfinite: bool 
     rest: list[Tensor] = [p.grad for p in with_grad if id(p) not in subspaces]  # type: ignore[misc]
     if rest:
         norms.append(torch.nn.utils.get_total_norm(rest))
-    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
+    total = _norm(torch.stack([norm.to(norms[0]) for norm in norms]))
     torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, total)
     return total
 
 
 def _riemannian_norm(weight: Tensor, grad: Tensor) -> Tensor:
-    """‖D − (D Wᵀ) W‖ over the finite classes. A difference of squares would cancel."""
+    """‖D − (D Wᵀ) W‖ over the finite classes. A difference of squares would cancel.
+
+    Each class is scaled by its largest element first: a gradient that is finite counts, even if its square overflows.
+    """
     size = max(1, _BLOCK_BYTES * weight.shape[0] // weight.nbytes)
-    total = torch.zeros((), dtype=weight.dtype, device=weight.device)
+    norms = []
     for start in range(0, weight.shape[0], size):
         block = slice(start, start + size)
-        tangent = geometry.project(weight[block], grad[block].to(weight.dtype))
-        squared = torch.linalg.matrix_norm(tangent).square()
-        total += torch.where(squared.isfinite(), squared, 0).sum()
-    return total.sqrt()
+        d = grad[block].to(weight.dtype)
+        largest = d.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(d.dtype).tiny)
+        lengths = largest.flatten() * torch.linalg.matrix_norm(geometry.project(weight[block], d / largest))
+        norms.append(torch.where(largest.flatten().isfinite(), lengths, 0))
+    return _norm(torch.cat(norms))
+
+
+def _norm(values: Tensor) -> Tensor:
+    """The norm of a vector, whose squares may overflow; not finite if an element is not."""
+    largest = values.max().clamp_min(torch.finfo(values.dtype).tiny)
+    return torch.where(largest.isfinite(), largest * torch.linalg.vector_norm(values / largest), largest)

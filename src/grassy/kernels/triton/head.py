@@ -131,10 +131,18 @@ def _unit(x_pointer, result_pointer, inverse_pointer, n, BLOCK: tl.constexpr):
         x = tl.load(x_pointer + first + lane, first + lane < n, other=0.0).to(tl.float32)
         squares += x * x
     length = tl.sqrt(tl.sum(squares, axis=0))
+    scale = 1.0
+    if length == float("inf"):  # the squares overflow: `reference.scale_of_long_vectors`
+        scale = 7.888609052210118e-31  # 2^-100
+        squares = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, n, BLOCK):
+            x = tl.load(x_pointer + first + lane, first + lane < n, other=0.0).to(tl.float32) * scale
+            squares += x * x
+        length = tl.sqrt(tl.sum(squares, axis=0))
     inverse = tl.where(length == 0, 0.0, 1.0 / length)  # of a NaN it is one
-    tl.store(inverse_pointer + row, inverse)
+    tl.store(inverse_pointer + row, inverse * scale)
     for first in range(0, n, BLOCK):
-        x = tl.load(x_pointer + first + lane, first + lane < n, other=0.0).to(tl.float32)
+        x = tl.load(x_pointer + first + lane, first + lane < n, other=0.0).to(tl.float32) * scale
         tl.store(result_pointer + first + lane, x * inverse, first + lane < n)
 
 
