@@ -27,14 +27,14 @@
 
 #include "hardware.cuh"
 #include "launch.cuh"
-#include "columns.cuh"
+#include "shared_columns.cuh"
 #if ROWS == 8
-#include "eight_rows.cuh"
+#include "rows_up_to_8.cuh"
 #else
-#include "more_rows.cuh"
+#include "rows_16_and_32.cuh"
 #endif
 #include "grams.cuh"
-#include "turn.cuh"
+#include "small_matrices.cuh"
 
 extern "C" __global__ void
 #if CLUSTER > 1

@@ -9,9 +9,9 @@
 
 #include "hardware.cuh"
 #include "launch.cuh"
-#include "columns.cuh"
-#include "more_rows.cuh"
-#include "turn.cuh"
+#include "shared_columns.cuh"
+#include "rows_16_and_32.cuh"
+#include "small_matrices.cuh"
 
 #define STREAM 4    // warps of a block that streams
 #define RESIDENT 2  // such blocks that a multiprocessor holds: with more, there are too few registers

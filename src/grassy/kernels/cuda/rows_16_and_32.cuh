@@ -1,5 +1,5 @@
 // What a warp does with its columns if there are 16 or 32 rows: Gram matrices, and the new rows. Fewer have
-// eight_rows.cuh.
+// rows_up_to_8.cuh.
 
 // ---- Gram matrices ----
 
@@ -29,7 +29,7 @@ __device__ void add_products(bool fresh, float (*sums)[4], const Split* first, c
 }
 
 // The tiles from TEAM_NUMBER * SHARE on, of the columns from `begin` to `end` that this warp takes; operands and columns
-// are as in eight_rows.cuh.
+// are as in rows_up_to_8.cuh.
 template <int TEAM_NUMBER>
 __device__ void gram(const Columns& columns, int begin, int end, float (*total)[4]) {
     constexpr int FROM = TEAM_NUMBER * SHARE, TO = FROM + SHARE;

@@ -1,5 +1,5 @@
 // What a warp does with its columns if there are 8 rows or fewer: Gram matrices, and the new rows. More rows have
-// more_rows.cuh.
+// rows_16_and_32.cuh.
 
 // ---- Gram matrices ----
 
