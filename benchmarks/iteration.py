@@ -29,7 +29,7 @@ from benchmarks.gpu import captured, machine, need_gpu, save
 from benchmarks.step import svd_step
 from grassy import kernels
 from grassy.models import import_timm
-from grassy.train.update import learning_rates_on_device
+from grassy.train.training_step import learning_rates_on_device
 
 CLASSES, K, LR = 1000, 8, 0.01
 #: The paper's architectures by timm's names, with the paper's batch sizes divided by its eight GPUs; a ResNet50 more.

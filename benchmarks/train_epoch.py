@@ -14,8 +14,10 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -25,8 +27,10 @@ from grassy.data.device_loader import ResidentLoader
 from grassy.distributed.processes import Process, find_device
 from grassy.runs.recipe import load_recipe
 from grassy.runs.records import environment
-from grassy.train.loop import Run
+from grassy.train import loop
 from grassy.train.objective import build_optimizer, compiles
+from grassy.train.opening import can_be_captured, opened_run
+from grassy.train.run import Run
 
 HEADS: dict[str, dict[str, Any]] = {
     "linear": {"name": "linear"},
@@ -34,48 +38,59 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-class MeasuredRun(Run):
-    """Notes how long each epoch took, and how long the bare work takes right after it."""
+@dataclass
+class Times:
+    """How long each epoch took, and how long the bare work took right after it."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.epoch_seconds: list[float] = []
-        self.bare_seconds: list[float] = []
-        self.bare: Callable[[], None] | None = None
+    epoch: list[float] = field(default_factory=list)
+    bare: list[float] = field(default_factory=list)
 
-    def _finish_epoch(self, begin: float) -> None:
-        super()._finish_epoch(begin)
-        self.epoch_seconds.append(self.state.rows[-1]["seconds"])
-        if self.bare is None:
-            self.bare = bare_update(self)
-        self.model.train()
-        _wait(self.device)
+
+def measured(*arguments: Any) -> Times:
+    """Train a run from its beginning to its end."""
+    times = Times()
+    work: list[Callable[[], None]] = []
+    finish_epoch = loop.finish_epoch
+
+    def finish_and_measure(run: Run, *others: Any) -> None:
+        finish_epoch(run, *others)
+        times.epoch.append(run.position.rows[-1]["seconds"])
+        if not work:
+            work.append(bare_update(run))
+        run.trained.model.train()
+        _wait(run.process.device)
         start = time.monotonic()
-        for _ in range(self.updates):
-            self.bare()
-        _wait(self.device)
-        self.bare_seconds.append(time.monotonic() - start)
+        for _ in range(run.position.updates_per_epoch):
+            work[0]()
+        _wait(run.process.device)
+        times.bare.append(time.monotonic() - start)
+
+    with mock.patch.object(loop, "finish_epoch", finish_and_measure), opened_run(*arguments) as handed:
+        loop.train_epochs(*handed)
+    return times
 
 
 def bare_update(run: Run) -> Callable[[], None]:
     """Forward, backward and step on a fixed batch, on copies of nothing: the run's own model, with a rate of 0."""
     loader = run.data.train
     assert isinstance(loader, ResidentLoader)
-    images, labels = run.update.prepare(*loader.assemble(next(loader.plans(0))[0]))
-    model = torch.compile(run.model) if compiles(run.recipe, run.device) else run.model
-    optimizer = build_optimizer(run.recipe, run.model, run.device, run.captured)
+    device, amp_dtype = run.process.device, run.step.amp_dtype
+    captured = can_be_captured(run.recipe, run.data, run.process)
+    images, labels = run.step.prepare(*loader.assemble(next(loader.plans(0))[0]))
+    model = torch.compile(run.trained.model) if compiles(run.recipe, device) else run.trained.model
+    optimizer = build_optimizer(run.recipe, run.trained.model, device, captured)
     for group in optimizer.param_groups:  # it must not move the weights that the run is training
-        group["lr"] = torch.zeros((), device=run.device) if run.captured else 0.0
+        group["lr"] = torch.zeros((), device=device) if captured else 0.0
         group["weight_decay"] = 0.0
 
     def update() -> None:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(run.device.type, run.amp_dtype, enabled=run.amp_dtype is not None):
+        with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
             loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
 
-    if not run.captured:
+    if not captured:
         return update
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -116,11 +131,9 @@ def main() -> None:
                 {"head": head, "epochs": args.epochs, "warmup_epochs": 0, "val_interval": args.epochs}
             )
             folder = args.output.parent / f"train_epoch-{name}-{turn}-{time.time_ns()}"
-            run = MeasuredRun(recipe, args.data_dir, folder, "", Process(device), True)
-            run.train()
-            run.close()
-            times[name]["epoch"] += run.epoch_seconds[1:]
-            times[name]["bare"] += run.bare_seconds[1:]
+            found = measured(recipe, args.data_dir, folder, "", Process(device), True)
+            times[name]["epoch"] += found.epoch[1:]
+            times[name]["bare"] += found.bare[1:]
     medians = {
         name: {kind: statistics.median(values) for kind, values in kinds.items()} for name, kinds in times.items()
     }

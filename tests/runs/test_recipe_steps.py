@@ -12,8 +12,9 @@ from grassy.optim.joint import GRASSMANN, MANIFOLD
 from grassy.runs.recipe import load_recipe, recipe_names
 from grassy.runs.weights import Description, save_weights
 from grassy.subspaces import named_subspaces
-from grassy.train.loop import Run
 from grassy.train.model import build_model
+from grassy.train.opening import opened_run
+from grassy.train.trouble import stop_if_not_finite
 
 #: What makes a model small enough for a test where a smaller image alone does not fit it.
 SMALLER = {
@@ -59,25 +60,27 @@ def test_a_recipe_takes_a_step(name, folder, tmp_path):
         save_weights(model, Description(small.model, num_classes, small.head), start)
         small = small.changed({"initial_checkpoint": str(start)})
     data_dir = None if recipe.dataset == "digits" else folder
-    run = Run(small, data_dir, tmp_path / "run", "", Process(torch.device("cpu")), quiet=True)
-    try:
-        before = {key: value.clone() for key, value in run.model.state_dict().items()}
+    with opened_run(small, data_dir, tmp_path / "run", "", Process(torch.device("cpu")), quiet=True) as (
+        run,
+        steps,
+        *_,
+    ):
+        model, optimizer = run.trained.model, run.trained.optimizer
+        before = {key: value.clone() for key, value in model.state_dict().items()}
         # At the first update warm-up may begin from 0: take the full rate.
-        run.schedule.set(1.0)
-        run.run_update(next(iter(run.batches(0, 0))))
-        run._stop_if_not_finite()
-        after = run.model.state_dict()
-        head = next(key for key in before if key.endswith("weight") and key.startswith(_head_of(run.model)))
+        run.trained.schedule.set(1.0)
+        steps.take(next(iter(steps.batches(0, 0))), 0)
+        stop_if_not_finite(run)
+        after = model.state_dict()
+        head = next(key for key in before if key.endswith("weight") and key.startswith(_head_of(model)))
         assert not torch.equal(before[head], after[head])
         backbone = next(iter(before))
         assert torch.equal(before[backbone], after[backbone]) == recipe.freeze
-        subspaces = dict(named_subspaces(run.model))
+        subspaces = dict(named_subspaces(model))
         assert bool(subspaces) == (recipe.head["name"] == "grassmann" and recipe.head.get("riemannian", True))
-        groups = [group[MANIFOLD] for group in run.optimizer.param_groups]
+        groups = [group[MANIFOLD] for group in optimizer.param_groups]
         assert (GRASSMANN in groups) == bool(subspaces)
         assert all(torch.isfinite(value).all() for value in after.values() if value.is_floating_point())
-    finally:
-        run.close()
 
 
 def _head_of(model):

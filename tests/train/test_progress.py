@@ -24,7 +24,7 @@ def clock(monkeypatch):
 
 
 def test_the_time_of_saving_and_validating_is_not_that_of_updates(clock, capsys):
-    progress = Progress(epochs=2, updates=100, batch_size=8)
+    progress = Progress(epochs=2, updates_per_epoch=100, batch_size=8)
     clock.now += 10  # 20 updates
     with progress.pause():
         clock.now += 500  # a checkpoint
@@ -35,7 +35,7 @@ def test_the_time_of_saving_and_validating_is_not_that_of_updates(clock, capsys)
 
 
 def test_the_line_of_an_epoch_has_the_speed_of_the_whole_epoch(clock, capsys):
-    progress = Progress(epochs=2, updates=100, batch_size=8)
+    progress = Progress(epochs=2, updates_per_epoch=100, batch_size=8)
     clock.now += 40
     progress.report(99, 1.0)
     clock.now += 0.001

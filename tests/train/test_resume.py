@@ -16,8 +16,10 @@ from grassy.runs import weights as weights_module
 from grassy.runs.folder import RunFolder
 from grassy.runs.state import STATE, read_torch
 from grassy.runs.weights import BEST, LAST, read_weights
-from grassy.train import loop
-from grassy.train.loop import Run, train
+from grassy.train import loop, stopping
+from grassy.train.checkpoints import Checkpoints
+from grassy.train.loop import train
+from grassy.train.opening import opened_run
 from training_cases import assert_same_weights, tiny_arrays, tiny_recipe, train_command
 
 
@@ -25,16 +27,14 @@ class StopAfter:
     """Stops a run after some updates, as SIGTERM does."""
 
     def __init__(self, monkeypatch, updates):
-        original = Run._look
-        seen = []
+        original = loop.look
 
-        def look(run, told):
-            seen.append(run.done)
-            if len(seen) == updates:
+        def look(run, *others):
+            if run.position.done == updates:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return original(run, told)
+            return original(run, *others)
 
-        monkeypatch.setattr(Run, "_look", look)
+        monkeypatch.setattr(loop, "look", look)
 
 
 @pytest.mark.parametrize("updates", [3, 5, 7], ids=["in an epoch", "at its end", "in the next"])
@@ -214,23 +214,22 @@ def test_two_runs_cannot_write_to_one_folder(tmp_path):
     from grassy.distributed.processes import Process
 
     data = tiny_arrays(tmp_path / "data")
-    first = Run(tiny_recipe(), data, tmp_path / "run", "", Process(torch.device("cpu")), True)
-    with pytest.raises(ValueError, match="another process is training into"):
+    first = opened_run(tiny_recipe(), data, tmp_path / "run", "", Process(torch.device("cpu")), quiet=True)
+    with first, pytest.raises(ValueError, match="another process is training into"):
         train(tiny_recipe(), data, tmp_path / "run", quiet=True)
-    first.close()
     train(tiny_recipe(), data, tmp_path / "run", quiet=True)
 
 
 def test_a_checkpoint_is_written_within_an_epoch_when_it_is_due(tmp_path, monkeypatch):
     data = tiny_arrays(tmp_path / "data")
     saved = []
-    original = Run._save
+    original = Checkpoints.save
 
-    def save(run):
-        saved.append((run.state.epoch, run.state.update))
-        original(run)
+    def save(checkpoints):
+        saved.append((checkpoints.run.position.epoch, checkpoints.run.position.update))
+        original(checkpoints)
 
-    monkeypatch.setattr(Run, "_save", save)
+    monkeypatch.setattr(Checkpoints, "save", save)
     train(tiny_recipe(checkpoint_interval=1e-9), data, tmp_path / "often", quiet=True)
     assert {(0, 1), (0, 2), (1, 3), (2, 0)} <= set(saved)
     saved.clear()
@@ -303,15 +302,15 @@ def test_killed_ten_times_while_saving_it_always_finds_a_whole_checkpoint_and_en
 def test_an_impatient_ctrl_c_does_not_lose_the_run_and_a_later_one_ends_it(monkeypatch, capfd, request):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell puts behind ignores it
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    with pytest.raises(KeyboardInterrupt), loop._told_to_stop(True) as told:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), stopping.told_to_stop(True) as told:  # noqa: PT012
         assert told() is None
         for _ in range(3):
             signal.raise_signal(signal.SIGINT)
         assert told() == signal.SIGINT
-        monkeypatch.setattr(loop, "IMPATIENCE", 0.0)
+        monkeypatch.setattr(stopping, "IMPATIENCE", 0.0)
         signal.raise_signal(signal.SIGINT)
     assert capfd.readouterr().err.count("stopping after this update, and saving") == 1
-    with loop._told_to_stop(False) as told:
+    with stopping.told_to_stop(False) as told:
         for _ in range(2):  # a launcher may repeat it while a checkpoint is being written
             signal.raise_signal(signal.SIGTERM)
         assert told() == signal.SIGTERM

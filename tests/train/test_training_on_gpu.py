@@ -161,14 +161,17 @@ def test_the_kernel_keeps_subspaces_orthonormal_over_thousands_of_steps():
 )
 @pytest.mark.parametrize("options", [{}, {"retraction": "qf"}, {"transport": "parallel"}], ids=str)
 def test_a_captured_run_follows_one_that_is_not(tmp_path, head, options, monkeypatch):
-    from grassy.train.loop import Run, train
+    from grassy.train import opening
+    from grassy.train.loop import train
+    from grassy.train.training_step import CapturedSteps
     from training_cases import tiny_arrays, tiny_recipe
 
     data = tiny_arrays(tmp_path / "data", images=200)
     recipe = tiny_recipe(head=head, amp="off", torchcompile="off", epochs=3, lr=0.01, **options)
-    assert Run(recipe, data, tmp_path / "probe", "", _process()).captured
+    with opening.opened_run(recipe, data, tmp_path / "probe", "", _process()) as (_, steps, *_):
+        assert isinstance(steps, CapturedSteps)
     one = train(recipe, data, tmp_path / "captured", quiet=True)
-    monkeypatch.setattr(Run, "_can_be_captured", lambda run: False)
+    monkeypatch.setattr(opening, "can_be_captured", lambda *_: False)
     other = train(recipe, data, tmp_path / "eager", quiet=True)
     for captured, eager in zip(one.rows, other.rows, strict=True):
         assert captured["train_loss"] == pytest.approx(eager["train_loss"], rel=1e-3)
@@ -176,21 +179,21 @@ def test_a_captured_run_follows_one_that_is_not(tmp_path, head, options, monkeyp
 
 
 def test_a_captured_run_goes_on_after_an_interruption_and_stops_at_a_nan(tmp_path, monkeypatch):
-    from grassy.train.loop import Run, TrainingStopped, train
+    from grassy.train import loop
+    from grassy.train.loop import TrainingStopped, train
     from training_cases import tiny_arrays, tiny_recipe
 
     data = tiny_arrays(tmp_path / "data", images=200)
     recipe = tiny_recipe(torchcompile="off", epochs=3, lr=0.01)
     whole = train(recipe, data, tmp_path / "whole", quiet=True)
-    original, seen = Run._look, []
+    original = loop.look
 
-    def look(run, told):
-        seen.append(run.done)
-        stop, save = original(run, told)
-        return stop or len(seen) == 40, save
+    def look(run, *others):
+        stop, save = original(run, *others)
+        return stop or run.position.done == 40, save
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_look", look)
+        patch.setattr(loop, "look", look)
         train(recipe, data, tmp_path / "parts", quiet=True)
     parts = train(recipe, data, tmp_path / "parts", resume="auto", quiet=True)
     assert [row["epoch"] for row in parts.rows] == [0, 1, 2]

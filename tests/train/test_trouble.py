@@ -11,9 +11,10 @@ import torch
 
 from grassy.runs.state import STATE, read_torch, save_state
 from grassy.runs.weights import LAST
-from grassy.train import loop, parts
-from grassy.train import update as update_module
+from grassy.train import loop, opening
 from grassy.train.loop import TrainingStopped, train
+from grassy.train.training_step import TrainingStep
+from grassy.train.trouble import NONFINITE
 from training_cases import tiny_arrays, tiny_folders, tiny_recipe, train_command, weights
 
 
@@ -25,7 +26,7 @@ def poison(folder, recipe):
 def test_a_loss_that_is_not_finite_stops_with_the_update_the_images_and_the_last_good_checkpoint(tmp_path):
     with pytest.raises(TrainingStopped, match=r"not finite at update \d of epoch 1, on train\.npz\[\d+\] and 7 other"):
         poison(tmp_path, tiny_recipe())
-    assert len((tmp_path / "run" / loop.NONFINITE).read_text().splitlines()) == 8
+    assert len((tmp_path / "run" / NONFINITE).read_text().splitlines()) == 8
     assert not (tmp_path / "run" / STATE).exists()
 
 
@@ -33,19 +34,19 @@ def test_the_images_that_are_named_are_those_of_the_batch(tmp_path, monkeypatch)
     data = tiny_arrays(tmp_path / "data")
     recipe = tiny_recipe(epochs=3, checkpoint_interval=0)
     calls = []
-    original = update_module.Update.__call__
+    original = TrainingStep.__call__
 
-    def call(update, parts):
+    def call(step, parts):
         calls.append(parts)
         if len(calls) == 8:  # the third update of the second epoch
             parts = [(images, labels) for images, labels in parts]
-            update.prepare.mean.fill_(math.nan)
-        original(update, parts)
+            step.prepare.mean.fill_(math.nan)
+        original(step, parts)
 
-    monkeypatch.setattr(update_module.Update, "__call__", call)
+    monkeypatch.setattr(TrainingStep, "__call__", call)
     with pytest.raises(TrainingStopped, match=r"update 3 of epoch 2.*last good checkpoint is .*resume\.pt"):
         train(recipe, data, tmp_path / "run")
-    named = [int(line.split("[")[1][:-1]) for line in (tmp_path / "run" / loop.NONFINITE).read_text().splitlines()]
+    named = [int(line.split("[")[1][:-1]) for line in (tmp_path / "run" / NONFINITE).read_text().splitlines()]
     labels = np.load(data / "train.npz")["y"]
     assert sorted(labels[named]) == sorted(calls[-1][0][1].tolist())
     assert read_torch(tmp_path / "run" / STATE)["progress"]["epoch"] == 1
@@ -53,21 +54,21 @@ def test_the_images_that_are_named_are_those_of_the_batch(tmp_path, monkeypatch)
 
 def test_such_updates_can_be_skipped(tmp_path, monkeypatch):
     data = tiny_arrays(tmp_path / "data")
-    original = update_module.Update.__call__
+    original = TrainingStep.__call__
     seen = []
 
-    def call(update, parts):
+    def call(step, parts):
         seen.append(0)
-        mean = update.prepare.mean.clone()
+        mean = step.prepare.mean.clone()
         if len(seen) == 4:
-            update.prepare.mean.fill_(math.nan)
-        before = [p.clone() for p in update.model.parameters()]
-        original(update, parts)
-        changed = any(not torch.equal(p, q) for p, q in zip(before, update.model.parameters(), strict=True))
+            step.prepare.mean.fill_(math.nan)
+        before = [p.clone() for p in step.model.parameters()]
+        original(step, parts)
+        changed = any(not torch.equal(p, q) for p, q in zip(before, step.model.parameters(), strict=True))
         assert changed == (len(seen) != 4)
-        update.prepare.mean.copy_(mean)
+        step.prepare.mean.copy_(mean)
 
-    monkeypatch.setattr(update_module.Update, "__call__", call)
+    monkeypatch.setattr(TrainingStep, "__call__", call)
     state = train(tiny_recipe(nonfinite="skip"), data, tmp_path / "run")
     assert state.epoch == 2
     assert math.isfinite(state.rows[0]["train_loss"])
@@ -76,18 +77,18 @@ def test_such_updates_can_be_skipped(tmp_path, monkeypatch):
 def test_skipping_an_update_leaves_batch_statistics_alone_and_too_many_in_a_row_stop(tmp_path, monkeypatch):
     data = tiny_arrays(tmp_path / "data")
     small = {"model": "resnet18_cifar", "model_kwargs": {"channels": [4, 4, 4, 4]}, "nonfinite": "skip"}
-    original, seen = update_module.Update.__call__, []
+    original, seen = TrainingStep.__call__, []
 
-    def call(update, parts):
+    def call(step, parts):
         seen.append(0)
-        mean = update.prepare.mean.clone()
+        mean = step.prepare.mean.clone()
         if len(seen) == 3:
-            update.prepare.mean.fill_(math.nan)
-        original(update, parts)
-        update.prepare.mean.copy_(mean)
+            step.prepare.mean.fill_(math.nan)
+        original(step, parts)
+        step.prepare.mean.copy_(mean)
 
     with monkeypatch.context() as patch:
-        patch.setattr(update_module.Update, "__call__", call)
+        patch.setattr(TrainingStep, "__call__", call)
         state = train(tiny_recipe(**small), data, tmp_path / "run", quiet=True)
     assert math.isfinite(state.rows[-1]["eval_loss"])
     assert all(value.isfinite().all() for value in weights(tmp_path / "run").values())
@@ -162,7 +163,7 @@ def test_out_of_memory_is_one_line_with_advice(tmp_path, monkeypatch):
     def call(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    monkeypatch.setattr(update_module.Update, "__call__", call)
+    monkeypatch.setattr(TrainingStep, "__call__", call)
     with pytest.raises(TrainingStopped, match=r"out of memory with 8 images of 8 pixels .* raise grad_accum_steps"):
         train(tiny_recipe(), tiny_arrays(tmp_path / "data"), tmp_path / "run")
 
@@ -172,7 +173,7 @@ def test_running_out_of_memory_before_the_first_update_is_one_line_too(tmp_path,
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(parts, "build_model", fail)
+    monkeypatch.setattr(opening, "build_model", fail)
     with pytest.raises(TrainingStopped, match="out of memory"):
         train(tiny_recipe(), tiny_arrays(tmp_path / "data"), tmp_path / "run")
 

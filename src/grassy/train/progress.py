@@ -16,9 +16,11 @@ BAR_INTERVAL, LINE_INTERVAL = 0.5, 30.0
 class Progress:
     """Reports the updates of a run. Only the main process of a run should have one that is not `quiet`."""
 
-    def __init__(self, epochs: int, updates: int, batch_size: int, done: int = 0, quiet: bool = False) -> None:
-        self.epochs, self.updates, self.batch_size, self.quiet = epochs, updates, batch_size, quiet
-        self.total, self.begin_at = epochs * updates, done
+    def __init__(
+        self, epochs: int, updates_per_epoch: int, batch_size: int, done: int = 0, quiet: bool = False
+    ) -> None:
+        self.epochs, self.updates_per_epoch, self.batch_size, self.quiet = epochs, updates_per_epoch, batch_size, quiet
+        self.total, self.begin_at = epochs * updates_per_epoch, done
         self.started = self.looked = time.monotonic()
         self.looked_at = done
         self.accuracy: float | None = None
@@ -49,14 +51,15 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, completed=done, **self._fields(done, loss))
         else:
-            epoch, update = divmod(done, self.updates)
+            epoch, update = divmod(done, self.updates_per_epoch)
             if update:
-                self.say(f"epoch {epoch + 1}/{self.epochs}, update {update}/{self.updates}: {self._text(done, loss)}")
+                where = f"epoch {epoch + 1}/{self.epochs}, update {update}/{self.updates_per_epoch}"
+                self.say(f"{where}: loss {loss:.4f}, {self.speed:,.0f} images/s, {self._left(done)} left")
 
     def end_of_epoch(self, epoch: int, loss: float, metrics: Metrics | None, seconds: float) -> None:
         """A line that stays: what an epoch (from 0) came to, whose updates took so many seconds."""
-        self.speed = self.updates * self.batch_size / max(seconds, 1e-9)
-        done = (epoch + 1) * self.updates
+        self.speed = self.updates_per_epoch * self.batch_size / max(seconds, 1e-9)
+        done = (epoch + 1) * self.updates_per_epoch
         scores = ""
         if metrics is not None:
             self.accuracy = metrics.top1
@@ -88,14 +91,11 @@ class Progress:
     def _fields(self, done: int, loss: float) -> dict[str, str]:
         accuracy = "-" if self.accuracy is None else f"{self.accuracy:.2f}"
         return {
-            "epoch": f"{max(1, -(-done // self.updates))}/{self.epochs}",
+            "epoch": f"{max(1, -(-done // self.updates_per_epoch))}/{self.epochs}",
             "loss": f"{loss:.4f}",
             "accuracy": accuracy,
             "speed": f"{self.speed:,.0f}",
         }
-
-    def _text(self, done: int, loss: float) -> str:
-        return f"loss {loss:.4f}, {self.speed:,.0f} images/s, {self._left(done)} left"
 
     def _left(self, done: int) -> str:
         elapsed = time.monotonic() - self.started

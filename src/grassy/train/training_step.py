@@ -1,4 +1,4 @@
-"""One update of the weights: forward, backward, clipping and the step, by plain PyTorch.
+"""One update of the weights: forward, backward, clipping and the optimizer's step, by plain PyTorch.
 
 On a GPU nothing in it waits: losses are summed there, and the first update whose loss was not finite is remembered
 there, to be asked about now and then. So a whole update can be captured in a CUDA graph, which a host that is slow at
@@ -6,23 +6,28 @@ launching kernels needs for small models.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from grassy.data.batch_transforms import Preparation
+from grassy.data.device_loader import ResidentLoader
+from grassy.data.loader import Batch, Failure, seed_of
 from grassy.distributed import processes as distributed
 from grassy.loss import classification_loss
 from grassy.optim import clip_grad_norm_
 
-#: Updates that run outside the graph first: kernels are compiled and buffers created in them.
-EAGER_UPDATES = 3
+#: Steps that run outside the graph first: kernels are compiled and buffers created in them.
+EAGER_STEPS = 3
 
 
-class Update:
-    """Computes the gradient of one update, in parts, and takes the step."""
+class TrainingStep:
+    """Computes the gradient of one update, in parts, and takes the optimizer's step."""
 
     def __init__(
         self,
@@ -70,6 +75,11 @@ class Update:
             self.scaler.update()
         self.number += 1
 
+    def mean_loss(self) -> float:
+        """Since the epoch began. Waits for the device."""
+        total, count = self.losses.tolist()
+        return total / count if count else math.nan
+
     def _is_bad(self, loss: Tensor) -> bool:
         """Whether loss or gradient are not finite in some process. Scaled gradients are the scaler's own affair."""
         bad = ~loss.isfinite()
@@ -90,38 +100,71 @@ class Update:
         return self.model.no_sync()
 
 
-class CapturedUpdate:
-    """An update, from the rows of a plan to the new weights, replayed as one CUDA graph.
+class EagerSteps:
+    """Takes one step after the other with the batches of a loader."""
+
+    def __init__(self, step: TrainingStep, loader: Any, seed: int, rank: int) -> None:
+        self.step, self.loader, self.seed, self.rank = step, loader, seed, rank
+
+    def batches(self, epoch: int, start: int) -> Iterator[Any]:
+        """The parts of each update of an epoch, from update `start` on."""
+        return self.loader.epoch(epoch, start)
+
+    def take(self, parts: list[Batch], number: int) -> list[Failure]:
+        """Take step `number` of the run; what could not be read of its batch is returned."""
+        # So that a resumed run draws what it would have drawn; other processes draw something else.
+        seed_everything(seed_of(self.seed, number, self.rank))
+        self.step([(part.images, part.labels) for part in parts])
+        return [failure for part in parts for failure in part.failures]
+
+
+class CapturedSteps:
+    """The same, from the rows of a plan to the new weights, replayed as one CUDA graph.
 
     The learning rates must be tensors on the device: a graph reads them where they are.
     """
 
-    def __init__(self, update: Update, assemble: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
-        self.update, self.assemble = update, assemble
-        self.calls = 0
+    def __init__(self, step: TrainingStep, loader: ResidentLoader) -> None:
+        self.step, self.loader = step, loader
+        self.taken = 0
         self.rows: Tensor | None = None
         self.graph = torch.cuda.CUDAGraph()
-        self.stream = torch.cuda.Stream(update.device)
+        self.stream = torch.cuda.Stream(step.device)
 
-    def __call__(self, rows: Tensor) -> None:
-        """rows: (parts, B, 4), of `ResidentLoader.plans`."""
-        self.calls += 1
-        if self.calls <= EAGER_UPDATES:
+    def batches(self, epoch: int, start: int) -> Iterator[Any]:
+        """The rows, (parts, B, 4), of each update of an epoch, from update `start` on."""
+        return self.loader.plans(epoch, start)
+
+    def take(self, rows: Tensor, number: int) -> list[Failure]:
+        """Take a step; what it draws is in the plan, and images on the device have been read."""
+        self.taken += 1
+        if self.taken <= EAGER_STEPS:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                self._run(rows)
+                self._step(rows)
             torch.cuda.current_stream().wait_stream(self.stream)
-            return
+            return []
         if self.rows is None:
             self.rows = rows.clone()
             torch.cuda.synchronize()
             with torch.cuda.graph(self.graph, stream=self.stream):
-                self._run(self.rows)
+                self._step(self.rows)
         self.rows.copy_(rows)
         self.graph.replay()
+        return []
 
-    def _run(self, rows: Tensor) -> None:
-        self.update([self.assemble(part) for part in rows])
+    def _step(self, rows: Tensor) -> None:
+        self.step([self.loader.assemble(part) for part in rows])
+
+
+Steps = EagerSteps | CapturedSteps
+
+
+def seed_everything(seed: int) -> None:
+    """Python's, NumPy's and torch's generators, on all devices."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (what timm's mixup draws from)
+    torch.manual_seed(seed)
 
 
 def learning_rates_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

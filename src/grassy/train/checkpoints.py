@@ -1,0 +1,114 @@
+"""The checkpoints of a run: what is in them, when they are written, and how a run goes on from one."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from grassy._version import __version__
+from grassy.data.stream_loader import StreamLoader
+from grassy.distributed import processes as distributed
+from grassy.inference.evaluate import Metrics
+from grassy.runs.folder import RunFolder, check_same_run
+from grassy.runs.state import read_torch
+from grassy.runs.weights import Description
+from grassy.train.run import Run
+from grassy.train.trouble import stop_if_not_finite
+
+
+@dataclass
+class Checkpoints:
+    """Saves a run to its folder, and restores it."""
+
+    run: Run
+    folder: RunFolder
+    restored_from: Path | None = None  # a folder
+    best: tuple[dict[str, Tensor], Description] | None = None  # weights that are still to be written
+    saved_at: float = field(default_factory=time.monotonic)
+
+    def is_due(self) -> bool:
+        """Whether the recipe's interval between two checkpoints is over, by the clock of the main process."""
+        return self.run.process.is_main and time.monotonic() - self.saved_at >= self.run.recipe.checkpoint_interval
+
+    def save(self) -> None:
+        """Write the last weights, and the best if they are new, and what a run goes on from."""
+        stop_if_not_finite(self.run)  # a checkpoint is always a good one
+        if self.run.process.is_main:
+            last = self.run.trained.evaluated.state_dict(), self.description()
+            self.folder.save(self.best, last, self.state_dict())
+            self.best = None
+        distributed.wait_for_all()
+        self.saved_at = time.monotonic()
+
+    def keep_if_best(self, metrics: Metrics) -> None:
+        """Copy the best weights so far to the CPU, to be written with the next checkpoint."""
+        position = self.run.position
+        if (metrics.top1, -metrics.loss) > (position.best, -position.best_loss):
+            position.best, position.best_loss = metrics.top1, metrics.loss
+            if self.run.process.is_main:
+                weights = self.run.trained.evaluated.state_dict()
+                self.best = {name: tensor.cpu().clone() for name, tensor in weights.items()}, self.description()
+
+    def state_dict(self) -> dict[str, Any]:
+        run, trained = self.run, self.run.trained
+        return {
+            "grassy": __version__,
+            "recipe": run.recipe.to_dict(),
+            "head": trained.head,  # with a number for "auto", which another version may take for another
+            "updates": run.position.updates_per_epoch,
+            "images": self._images(),
+            "class_names": None if run.data.class_names is None else list(run.data.class_names),
+            "progress": run.position.to_dict(),
+            "model": trained.model.state_dict(),
+            "average": None if trained.average is None else trained.average.state_dict(),
+            "optimizer": trained.optimizer.state_dict(),
+            "scaler": run.step.scaler.state_dict(),
+            "losses": run.step.losses.cpu(),
+        }
+
+    def restore(self, path: Path) -> None:
+        """Go on from a saved state; a ValueError if it belongs to another run."""
+        run, trained, saved = self.run, self.run.trained, read_torch(path)
+        updates = run.position.updates_per_epoch
+        check_same_run(saved, run.recipe, updates, self._images(), run.data.class_names, path)
+        if (before := saved.get("head", trained.head)) != trained.head:
+            raise ValueError(
+                f"{path} belongs to a run with head {before}, and this version of grassy makes {trained.head} of it: "
+                f"go on with version {saved.get('grassy')}, or begin another --output with --initial-checkpoint"
+            )
+        try:
+            trained.model.load_state_dict(saved["model"])
+            trained.optimizer.load_state_dict(saved["optimizer"])
+            if trained.average is not None:
+                trained.average.load_state_dict(saved["average"])
+            run.step.scaler.load_state_dict(saved["scaler"])
+            run.position.restore(saved["progress"])
+            run.step.losses.copy_(saved["losses"])
+        except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{path} does not belong to this recipe: {' '.join(str(error).split())[:200]}") from None
+        run.step.number.fill_(run.position.done)
+        self.restored_from = path.parent
+
+    def description(self) -> Description:
+        """What is written beside weights, with the metrics of the last row."""
+        recipe = self.run.recipe
+        row = self.run.position.rows[-1] if self.run.position.rows else {}
+        same = ("model", "model_kwargs", "crop_pct", "interpolation", "mean", "std")
+        return Description(
+            **{name: getattr(recipe, name) for name in same},
+            num_classes=self.run.data.num_classes,
+            head=self.run.trained.head,
+            class_names=self.run.data.class_names,
+            img_size=recipe.test_size or recipe.img_size,
+            recipe=recipe.to_dict(),
+            epoch=row.get("epoch"),
+            metrics={key: value for key, value in row.items() if value is not None and key != "epoch"},
+            version=__version__,
+        )
+
+    def _images(self) -> int | None:
+        """Images to train on; of a stream it is not known."""
+        loader = self.run.data.train
+        return None if isinstance(loader, StreamLoader) else loader.batches.length

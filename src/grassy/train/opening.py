@@ -1,0 +1,137 @@
+"""Puts a run together from its recipe, or as it was saved."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from grassy.data.batch_transforms import Preparation, build_erasing, build_mixing
+from grassy.data.device_loader import ResidentLoader
+from grassy.data.run_data import Data, open_data
+from grassy.distributed import processes as distributed
+from grassy.distributed.processes import Process
+from grassy.heads import GrassmannHead, heads_of
+from grassy.optim import AveragedModel
+from grassy.precision import amp_dtype
+from grassy.runs import records
+from grassy.runs.folder import RunFolder
+from grassy.runs.recipe import Recipe
+from grassy.train.checkpoints import Checkpoints
+from grassy.train.model import build_model
+from grassy.train.objective import FUSED, build_criterion, build_optimizer, compiles
+from grassy.train.progress import Progress
+from grassy.train.reporter import Reporter
+from grassy.train.run import Position, Run, Trained
+from grassy.train.schedule import Schedule
+from grassy.train.training_step import (
+    CapturedSteps,
+    EagerSteps,
+    Steps,
+    TrainingStep,
+    learning_rates_on_device,
+    seed_everything,
+)
+
+
+@contextlib.contextmanager
+def opened_run(
+    recipe: Recipe, data_dir: Path | None, output: Path, resume: str, process: Process, quiet: bool = False
+) -> Iterator[tuple[Run, Steps, Checkpoints, Reporter]]:
+    """A run at its beginning, or where it was saved, with what takes its steps, saves it and tells of it.
+
+    While it is open, no other process can write to its folder.
+    """
+    given = recipe.initial_checkpoint or recipe.model_kwargs.get("pretrained")
+    for setting in ("freeze", "finetune"):
+        if getattr(recipe, setting) and not given:
+            raise ValueError(
+                f"{setting}=true begins with weights that are there already: give --initial-checkpoint, or "
+                "model_kwargs.pretrained=true"
+            )
+    folder = RunFolder(output)
+    resumed_from = folder.find_state(resume)
+    data = open_data(recipe, data_dir, process)
+    captured = can_be_captured(recipe, data, process)
+
+    # The fastest convolutions, found by trying all once; which they are may differ from run to run.
+    torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
+    seed_everything(recipe.seed)  # the same first weights in every process
+    trained = build_trained(recipe, data, process, captured)
+    step = build_step(recipe, trained, data, process)
+    position = Position(data.train.updates)
+    run = Run(recipe, output, process, data, trained, step, position)
+    checkpoints = Checkpoints(run, folder)
+    if resumed_from is not None:
+        checkpoints.restore(resumed_from)
+    # Processes on machines without a common disk might find different states to resume from.
+    if len(set(distributed.gathered([position.done]))) > 1:
+        raise ValueError("the processes found different checkpoints: --output must be one folder for all machines")
+    steps: Steps = EagerSteps(step, data.train, recipe.seed, process.rank)
+    if captured and isinstance(data.train, ResidentLoader):
+        learning_rates_on_device(trained.optimizer, process.device)
+        steps = CapturedSteps(step, data.train)
+    with contextlib.ExitStack() as stack:
+        curves = None
+        if process.is_main and position.epoch < recipe.epochs:
+            folder.claim()
+            stack.callback(folder.release)
+            if resumed_from is not None:
+                folder.adopt_best(resumed_from)
+            records.save_settings(output, recipe, data_dir, process.world_size, process.device)
+            curves = records.Curves(output, position.done)
+            stack.callback(curves.close)
+        quiet = quiet or not process.is_main
+        progress = Progress(recipe.epochs, position.updates_per_epoch, data.batch_size, position.done, quiet)
+        progress.accuracy = position.rows[-1]["eval_top1"] if position.rows else None
+        yield run, steps, checkpoints, Reporter(run, progress, curves)
+
+
+def build_trained(recipe: Recipe, data: Data, process: Process, captured: bool) -> Trained:
+    """The model of a recipe with its first weights, and what trains it."""
+    memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
+    model = build_model(recipe, data.num_classes, data.notes.append)
+    model = model.to(process.device, memory_format=memory_format)  # type: ignore[call-overload]
+    if recipe.sync_bn and process.world_size > 1:
+        if process.device.type != "cuda":
+            raise ValueError("sync_bn=true needs GPUs: torch's SyncBatchNorm does not run on a CPU")
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    optimizer = build_optimizer(recipe, model, process.device, captured)
+    average = AveragedModel(model, recipe.model_ema_decay) if recipe.model_ema else None
+    found = [head.initial_gamma for head in heads_of(model) if isinstance(head, GrassmannHead)]
+    head = {**recipe.head, "gamma": found[0]} if recipe.head.get("gamma") == "auto" else recipe.head
+    return Trained(model, optimizer, Schedule(optimizer), average, head)
+
+
+def build_step(recipe: Recipe, trained: Trained, data: Data, process: Process) -> TrainingStep:
+    """What makes one update of the weights."""
+    device = process.device
+    model: Any = torch.compile(trained.model) if compiles(recipe, device) else trained.model
+    if process.world_size > 1:
+        ids = [device.index] if device.type == "cuda" else None
+        model = nn.parallel.DistributedDataParallel(model, device_ids=ids)
+    erase, mix = build_erasing(recipe, device), build_mixing(recipe, data.num_classes)
+    return TrainingStep(
+        model,
+        trained.optimizer,
+        build_criterion(recipe),
+        Preparation(recipe.mean, recipe.std, device, recipe.channels_last, erase, mix),
+        device,
+        amp_dtype=amp_dtype(recipe.amp, device),
+        clip_grad=recipe.clip_grad,
+        skip_nonfinite=recipe.nonfinite == "skip",
+    )
+
+
+def can_be_captured(recipe: Recipe, data: Data, process: Process) -> bool:
+    """Whether a whole update fits into one CUDA graph: nothing in it may ask the host."""
+    return (
+        process.device.type == "cuda"
+        and process.world_size == 1
+        and isinstance(data.train, ResidentLoader)
+        and recipe.opt in FUSED
+        and amp_dtype(recipe.amp, process.device) is not torch.float16
+        and not (recipe.mixes or recipe.reprob or recipe.nonfinite == "skip")
+    )

@@ -1,0 +1,124 @@
+"""What a run tells of itself: lines or a bar for a person, one row per epoch in summary.csv, curves for TensorBoard."""
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from grassy.data.loader import Failure
+from grassy.distributed import processes as distributed
+from grassy.inference.evaluate import Metrics
+from grassy.optim.joint import GRASSMANN, MANIFOLD
+from grassy.runs import records
+from grassy.train import diagnostics
+from grassy.train.progress import Progress
+from grassy.train.run import Run
+
+
+@dataclass
+class Reporter:
+    """Every process of a run has one, with the same rows; only the main process speaks and writes."""
+
+    run: Run
+    progress: Progress
+    curves: records.Curves | None
+    failures: list[Failure] = field(default_factory=list)  # of this process, still to be told
+    counts: tuple[int, int] = (0, 0)  # of classes that were capped and skipped, so far
+
+    def __post_init__(self) -> None:
+        self.counts = self._counts()
+
+    def say(self, text: str) -> None:
+        self.progress.say(text)
+
+    def introduce(self) -> None:
+        """Say what is trained, on what, and what is unusual about it."""
+        recipe, data, position = self.run.recipe, self.run.data, self.run.position
+        for note in data.notes:
+            self.say(note)
+        weights = sum(p.numel() for p in self.run.trained.model.parameters() if p.requires_grad)
+        count = f"{weights / 1e6:.1f} M" if weights >= 1e5 else f"{weights:,}"
+        device = self.run.process.device
+        place = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        many = f", {self.run.process.world_size} processes" if self.run.process.world_size > 1 else ""
+        head = " ".join(
+            f"{key}={value}" if key != "name" else str(value) for key, value in self.run.trained.head.items()
+        )
+        self.say(
+            f"{recipe.model} with head {head}, {count} weights to train, {data.num_classes} classes, "
+            f"{position.updates_per_epoch} updates of {data.batch_size} images an epoch, on {place}{many}, into "
+            f"{self.run.output}"
+        )
+        updates = position.updates_per_epoch * recipe.epochs
+        if recipe.model_ema and (kept := recipe.model_ema_decay**updates) > 0.05:
+            better = f"try {1 - 20 / updates:.3g}" if updates > 20 else "train for longer, or without it"
+            self.say(
+                f"the average of the weights will still be {kept:.0%} what training begins with: {updates} updates are "
+                f"few for model_ema_decay={recipe.model_ema_decay:g}; {better}"
+            )
+        if position.done:
+            self.say(f"resumed after update {position.done}, in epoch {position.epoch + 1}")
+
+    def after_update(self, failures: list[Failure]) -> None:
+        """Tell of images that could not be read, at once if no other process has some, and of an update left out."""
+        self.failures += failures
+        if self.run.process.world_size == 1:
+            self.tell_of_unreadable()
+        if self.run.step.skipped_in_a_row:
+            self.say(f"skipped update {self.run.position.done}: its loss or gradient is not finite")
+
+    def report(self) -> None:
+        """Say how far the run is."""
+        self.progress.report(self.run.position.done, self.run.step.mean_loss())
+
+    def end_of_epoch(self, metrics: Metrics | None) -> None:
+        """Write the row of an epoch, and say what it came to. All processes must call it."""
+        position = self.run.position
+        row = self._row(metrics)
+        position.rows.append(row)
+        self.tell_of_unreadable()
+        before, self.counts = self.counts, self._counts()
+        for line in diagnostics.trouble_of_an_epoch(before, self.counts, self.run.recipe.max_angle):
+            self.say(line)
+        if self.curves is not None:
+            records.save_summary(self.run.output, position.rows)
+            self.curves.add(self._scalars(row), position.done)
+        self.progress.end_of_epoch(position.epoch, row["train_loss"], metrics, position.seconds)
+
+    def tell_of_unreadable(self) -> None:
+        """Name an image that cannot be read once, and count them all. All processes must call it."""
+        unreadable = self.run.position.unreadable
+        for failure in distributed.gathered(self.failures):
+            if failure.name not in unreadable:
+                unreadable[failure.name] = failure.reason
+                self.say(f"cannot read {failure.name}: {failure.reason} ({len(unreadable)} skipped so far)")
+        self.failures = []
+
+    def _counts(self) -> tuple[int, int]:
+        return self.run.trained.optimizer.capped_classes, self.run.trained.optimizer.skipped_classes
+
+    def _row(self, metrics: Metrics | None) -> dict[str, Any]:
+        rates = {group[MANIFOLD]: float(group["lr"]) for group in self.run.trained.optimizer.param_groups}
+        return {
+            "epoch": self.run.position.epoch,
+            "train_loss": self.run.step.mean_loss(),
+            "eval_loss": None if metrics is None else metrics.loss,
+            "eval_top1": None if metrics is None else metrics.top1,
+            "eval_top5": None if metrics is None else metrics.top5,
+            "lr": rates.get("euclidean"),
+            "head_lr": rates.get(GRASSMANN),
+            "seconds": self.run.position.seconds,
+            "eval_effective_rank": None if metrics is None else metrics.effective_rank,
+        }
+
+    def _scalars(self, row: dict[str, Any]) -> dict[str, float]:
+        model, optimizer, recipe = self.run.trained.model, self.run.trained.optimizer, self.run.recipe
+        scalars = {name: row[name] for name in row if name != "epoch" and row[name] is not None}
+        scalars |= diagnostics.after_an_update(model, optimizer)
+        if len(self.run.position.rows) == min(2, recipe.epochs):  # the first epoch may have spent its time compiling
+            size = self.run.data.batch_size // self.run.process.world_size
+            with contextlib.suppress(torch.OutOfMemoryError):  # of a head that fits only once
+                seconds = diagnostics.head_seconds(model, size, self.run.step.amp_dtype)
+                scalars["time/head_share"] = seconds / (row["seconds"] / self.run.position.updates_per_epoch)
+        return scalars

@@ -1,0 +1,45 @@
+"""Signals that ask a run to stop: it finishes the update, saves and returns."""
+
+import contextlib
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+#: Seconds after which another Ctrl-C is meant.
+IMPATIENCE = 1.0
+STOPPING = b"\ngrassy: stopping after this update, and saving; Ctrl-C again quits without saving\n"
+
+
+@contextlib.contextmanager
+def told_to_stop(answer: bool) -> Iterator[Callable[[], int | None]]:
+    """The signal that came, of Ctrl-C and SIGTERM, or None; a Ctrl-C that comes a second later ends the process.
+
+    answer: a Ctrl-C on the terminal.
+    """
+    received: list[int] = []
+    previous: dict[int, Any] = {}
+    first = math.inf
+
+    def note(number: int, _: Any) -> None:
+        nonlocal first
+        if not received:
+            received.append(number)
+            first = time.monotonic()
+            if answer and number == signal.SIGINT:
+                with contextlib.suppress(OSError):  # not by print, which may be what was interrupted
+                    os.write(2, STOPPING)
+        elif number == signal.SIGINT and time.monotonic() - first > IMPATIENCE:
+            signal.signal(number, previous[number])
+            signal.raise_signal(number)
+
+    for number in (int(signal.SIGINT), int(signal.SIGTERM)):
+        with contextlib.suppress(ValueError):  # not in the main thread: the caller handles signals
+            previous[number] = signal.signal(number, note)
+    try:
+        yield lambda: received[0] if received else None
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,63 @@
+"""Why a run cannot go on, in one sentence that says where its last good checkpoint is."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from grassy.distributed import processes as distributed
+from grassy.distributed.processes import Process
+from grassy.runs.atomic import write_atomically
+from grassy.runs.recipe import Recipe
+from grassy.runs.state import STATE
+from grassy.train.run import Run
+
+#: So many updates skipped in a row are too many.
+MAX_SKIPPED = 20
+#: Names of the images on which the loss was not finite.
+NONFINITE = "nonfinite_batch.txt"
+
+
+class TrainingStopped(RuntimeError):
+    """Training cannot go on; the message says where the last good checkpoint is."""
+
+
+@contextlib.contextmanager
+def trouble_explained(recipe: Recipe, process: Process, output: Path) -> Iterator[None]:
+    """Raise TrainingStopped, with advice, if the block runs out of memory."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        reason = (str(error).splitlines() or [""])[0][:120]
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        size = max(1, recipe.batch_size // process.world_size // recipe.grad_accum_steps)
+        raise TrainingStopped(
+            f"out of memory with {size} images of {recipe.img_size} pixels at a time on {process.device}: lower "
+            f"batch_size, or raise grad_accum_steps, which keeps the batch; {last_good(output)} ({reason})"
+        ) from error
+
+
+def stop_if_not_finite(run: Run) -> None:
+    """Raise TrainingStopped if the loss was not finite in some process, and name the images. Waits for the device."""
+    number, skipped = int(distributed.largest(run.step.first_bad)), run.step.skipped_in_a_row
+    if number < 0 and skipped < MAX_SKIPPED:
+        return
+    epoch, update = divmod(number if number >= 0 else run.position.done - 1, run.position.updates_per_epoch)
+    names = run.data.train.names_of(epoch, update)
+    listing = run.output / NONFINITE
+    if run.process.is_main:
+        text = "".join(f"{name}\n" for name in names)
+        write_atomically(listing, lambda file: file.write(text.encode()))
+    row = f", the last of {skipped} in a row that were skipped" if number < 0 else ""
+    raise TrainingStopped(
+        f"the loss is not finite at update {update + 1} of epoch {epoch + 1}{row}, on {names[0]} and "
+        f"{len(names) - 1} other images that {listing} names; {last_good(run.output)}; "
+        "nonfinite=skip would leave such updates out, a lower lr or clip_grad may prevent them"
+    )
+
+
+def last_good(output: Path) -> str:
+    good = output / STATE
+    return f"the last good checkpoint is {good}" if good.exists() else "there is no checkpoint yet"
