@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-import tempfile
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -13,21 +13,17 @@ TEMPORARY = ".writing-"
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write a file under a temporary name and rename it: a crash at any moment leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=TEMPORARY, dir=path.parent)
-    except OSError as error:
-        raise OSError(error.errno, f"could not be written: {error.strerror}", str(path)) from error
-    try:
-        with os.fdopen(descriptor, "wb") as file:
+        with temporary.open("xb") as file:  # not by tempfile, whose files are for their owner alone
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's files are for their owner alone
         os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        if isinstance(error, OSError) and error.filename is None:
+            temporary.unlink()
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
             raise OSError(error.errno, f"could not be written: {error.strerror}", str(path)) from error
         raise
     _sync_folder(path.parent)
@@ -46,9 +42,3 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
