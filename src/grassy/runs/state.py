@@ -1,6 +1,8 @@
 """The state that a run resumes from: `resume.pt`, read with `weights_only=True`, so that loading never runs code."""
 
 import errno
+import hashlib
+import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,22 +13,58 @@ import torch
 from grassy.runs.atomic import write_atomically
 
 STATE = "resume.pt"
+#: Begins the last bytes of a state; its SHA-256 follows, in hexadecimal digits. torch.load does not look at them.
+SEAL = b"grassy-sha256:"
 
 
 def save_state(state: Mapping[str, Any], path: Path) -> None:
     """Write tensors, numbers and strings in dicts and lists, whole or not at all."""
 
     def write(file: IO[bytes]) -> None:
+        hashed = _Hashed(file)
         try:
-            torch.save(dict(state), file)
+            torch.save(dict(state), hashed)  # type: ignore[arg-type]  # all it needs is write
         except RuntimeError as error:  # torch's words for a write that failed
             raise OSError(errno.ENOSPC, "could not be written: is the disk full?", str(path)) from error
+        file.write(SEAL + hashed.digest.hexdigest().encode())
 
     write_atomically(path, write)
 
 
+class _Hashed:
+    """A file that is being written, and the digest of what is in it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.digest = file, hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _check_seal(path: Path) -> None:
+    """Raise a ValueError if a byte has changed since `save_state`; earlier versions wrote no digest."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        left = max(0, file.seek(0, os.SEEK_END) - len(SEAL) - 2 * digest.digest_size)
+        file.seek(left)
+        seal = file.read()
+        if not seal.startswith(SEAL):
+            return
+        file.seek(0)
+        while left:
+            left -= len(chunk := file.read(min(left, 2**20)))
+            digest.update(chunk)
+    if seal != SEAL + digest.hexdigest().encode():
+        raise ValueError(f"{path} is damaged: its SHA-256 is no longer the one that it was saved with")
+
+
 def read_torch(path: Path) -> dict[str, Any]:
     """What torch.save wrote, without unpickling anything but tensors and plain values."""
+    _check_seal(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
