@@ -12,6 +12,7 @@ import hashlib
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -256,9 +257,19 @@ def worker_options(workers: int, device: torch.device) -> dict[str, Any]:
 
 def _start_worker(_: int) -> None:
     torch.set_num_threads(1)
-    # Ctrl-C, and a SIGTERM to the process group, are for the main process, which then ends its workers by SIGTERM.
+    # Ctrl-C and SIGTERM are for the main process, also where all get them, as Slurm, systemd and Kubernetes send them.
+    # It still needs its workers then, and ends them, if it has to, by a SIGTERM of its own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.setpgid(0, 0)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Exit at a SIGTERM that the parent has sent; those of others pass."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def checked(

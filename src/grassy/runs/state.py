@@ -1,6 +1,5 @@
 """The state that a run resumes from: `resume.pt`, read with `weights_only=True`, so that loading never runs code."""
 
-import errno
 import hashlib
 import os
 import pickle
@@ -24,8 +23,8 @@ def save_state(state: Mapping[str, Any], path: Path) -> None:
         hashed = _Hashed(file)
         try:
             torch.save(dict(state), hashed)  # type: ignore[arg-type]  # all it needs is write
-        except RuntimeError as error:  # torch's words for a write that failed
-            raise OSError(errno.ENOSPC, "could not be written: is the disk full?", str(path)) from error
+        except RuntimeError as error:  # what torch makes of a write that failed, among others
+            raise hashed.error or error from None
         file.write(SEAL + hashed.digest.hexdigest().encode())
 
     write_atomically(path, write)
@@ -36,10 +35,15 @@ class _Hashed:
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.digest = file, hashlib.sha256()
+        self.error: BaseException | None = None
 
     def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        return self.file.write(data)
+        try:
+            self.digest.update(data)
+            return self.file.write(data)
+        except BaseException as error:
+            self.error = error
+            raise
 
     def flush(self) -> None:
         self.file.flush()

@@ -25,11 +25,16 @@ class TrainingStopped(RuntimeError):
 
 @contextlib.contextmanager
 def trouble_explained(recipe: Recipe, process: Process, output: Path) -> Iterator[None]:
-    """Raise TrainingStopped, with advice, if the block runs out of memory."""
+    """Raise TrainingStopped, with advice, if the block runs out of memory or loses a worker."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         reason = (str(error).splitlines() or [""])[0][:120]
+        if "DataLoader worker" in str(error):  # torch raises it wherever the main process is
+            raise TrainingStopped(
+                f"a process that prepares images has died ({reason.strip(' .')}): if memory ran out, fewer workers "
+                f"need less; {last_good(output)}"
+            ) from error
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
             raise
         size = max(1, recipe.batch_size // process.world_size // recipe.grad_accum_steps)

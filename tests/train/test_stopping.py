@@ -1,0 +1,72 @@
+"""Signals to all processes of a run, and workers that die: what is saved, and what is said."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from grassy.runs.state import STATE, read_torch
+from training_cases import tiny_arrays, train_command
+
+#: Seconds after which a run that was told to stop must have ended.
+PATIENCE = 60
+
+
+@pytest.fixture
+def running(tmp_path):
+    """A run with two workers in its third epoch, or later, that saves every now and then."""
+    settings = ("epochs=100000", "loader=workers", "workers=2", "checkpoint_interval=0.2")
+    command = train_command(tiny_arrays(tmp_path / "data"), tmp_path / "run", *settings)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while "epoch 3/" not in process.stderr.readline():
+        assert process.poll() is None
+    yield process
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def children(process):
+    """Process ids of its workers."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, rest = entry.read_text().rsplit(")", 1)
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(rest.split()[1]) == process.pid:
+            found.append(int(name.split()[0]))
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_reaches_the_workers_first_stops_and_saves_the_run(tmp_path, running, number):
+    """Slurm, systemd and Kubernetes send it to every process, in any order."""
+    workers = children(running)
+    assert len(workers) >= 2
+    for worker in workers:
+        os.kill(worker, number)
+    time.sleep(0.1)
+    os.kill(running.pid, number)
+    _, errors = running.communicate(timeout=PATIENCE)
+    assert running.returncode == 128 + number, errors
+    assert "and saved; --resume auto goes on" in errors
+    assert "Traceback" not in errors
+    assert read_torch(tmp_path / "run" / STATE)["progress"]["stopped_by"] == number
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+
+
+def test_a_worker_that_is_killed_ends_the_run_with_one_sentence_and_the_checkpoint_stays(tmp_path, running):
+    while not (tmp_path / "run" / STATE).exists():
+        assert "epoch" in running.stderr.readline()
+    os.kill(children(running)[0], signal.SIGKILL)  # as the kernel does if memory runs out
+    _, errors = running.communicate(timeout=PATIENCE)
+    assert running.returncode == 1, errors
+    last = errors.strip().splitlines()[-1]
+    assert "a process that prepares images has died" in last
+    assert f"the last good checkpoint is {tmp_path / 'run' / STATE}" in last
+    assert "Traceback" not in errors
+    assert read_torch(tmp_path / "run" / STATE)["progress"]["epoch"] >= 2
+    assert not list((tmp_path / "run").glob(".writing-*"))
