@@ -59,11 +59,9 @@ def gathered(item: list[Any]) -> list[Any]:
     return [element for elements in lists for element in elements]
 
 
-def anywhere(flag: bool, device: torch.device) -> bool:
-    """Whether a flag is set in some process. All of them have to ask at the same moment."""
-    if not dist.is_initialized():
-        return flag
-    return bool(summed(torch.tensor(int(flag), device=device)))
+def anywhere(flag: int, device: torch.device) -> int:
+    """The largest of the processes' flags, 0 if none is set. All of them have to ask at the same moment."""
+    return int(largest(torch.tensor(int(flag), device=device))) if dist.is_initialized() else flag
 
 
 def largest(value: Tensor) -> Tensor:
@@ -74,13 +72,27 @@ def largest(value: Tensor) -> Tensor:
     return value
 
 
-def average_buffers(model: nn.Module) -> None:
-    """Give all processes the mean of their batch statistics, which each of them has from its own images."""
-    if dist.is_initialized():
-        for buffer in model.buffers():
-            if buffer.is_floating_point():
-                dist.all_reduce(buffer)
-                buffer /= dist.get_world_size()
+@contextlib.contextmanager
+def averaged_buffers(*models: nn.Module) -> Iterator[None]:
+    """Within the block, batch statistics are the mean over all processes; after it each has those of its own images."""
+    if not dist.is_initialized():
+        yield
+        return
+    buffers = [buffer for model in models for buffer in floating_buffers(model).values()]
+    own = [buffer.clone() for buffer in buffers]
+    for buffer in buffers:
+        dist.all_reduce(buffer)
+        buffer /= dist.get_world_size()
+    try:
+        yield
+    finally:
+        for buffer, before in zip(buffers, own, strict=True):
+            buffer.copy_(before)
+
+
+def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Batch statistics and the like, by name; counters are the same in all processes."""
+    return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
 
 
 def wait_for_all() -> None:

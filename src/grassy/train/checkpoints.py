@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from grassy._version import __version__
@@ -35,10 +36,12 @@ class Checkpoints:
     def save(self) -> None:
         """Write the last weights, and the best if they are new, and what a run goes on from."""
         stop_if_not_finite(self.run)  # a checkpoint is always a good one
-        if self.run.process.is_main:
-            last = self.run.trained.evaluated.state_dict(), self.description()
-            self.folder.save(self.best, last, self.state_dict())
-            self.best = None
+        ranks = distributed.gathered([self._own_state()])
+        with distributed.averaged_buffers(*self.run.trained.copies):
+            if self.run.process.is_main:
+                last = self.run.trained.evaluated.state_dict(), self.description()
+                self.folder.save(self.best, last, self.state_dict(ranks))
+                self.best = None
         distributed.wait_for_all()
         self.saved_at = time.monotonic()
 
@@ -51,9 +54,18 @@ class Checkpoints:
                 weights = self.run.trained.evaluated.state_dict()
                 self.best = {name: tensor.cpu().clone() for name, tensor in weights.items()}, self.description()
 
-    def state_dict(self) -> dict[str, Any]:
-        run, trained = self.run, self.run.trained
+    def _own_state(self) -> dict[str, Any]:
+        """What differs between the processes of a run: sum and number of their losses, and their batch statistics."""
+        buffers = [distributed.floating_buffers(model) for model in self.run.trained.copies]
         return {
+            "losses": self.run.step.losses.cpu(),
+            "buffers": [{name: buffer.cpu() for name, buffer in each.items()} for each in buffers],
+        }
+
+    def state_dict(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        """What a run goes on from; `ranks` has the own state of every process."""
+        run, trained = self.run, self.run.trained
+        state = {
             "grassy": __version__,
             "recipe": run.recipe.to_dict(),
             "head": trained.head,  # with a number for "auto", which another version may take for another
@@ -65,8 +77,9 @@ class Checkpoints:
             "average": None if trained.average is None else trained.average.state_dict(),
             "optimizer": trained.optimizer.state_dict(),
             "scaler": run.step.scaler.state_dict(),
-            "losses": run.step.losses.cpu(),
+            "losses": torch.stack([own["losses"] for own in ranks]).mean(0),
         }
+        return state if len(ranks) == 1 else {**state, "ranks": ranks}
 
     def restore(self, path: Path) -> None:
         """Go on from a saved state; a ValueError if it belongs to another run."""
@@ -86,6 +99,12 @@ class Checkpoints:
             run.step.scaler.load_state_dict(saved["scaler"])
             run.position.restore(saved["progress"])
             run.step.losses.copy_(saved["losses"])
+            if len(ranks := saved.get("ranks", [])) == run.process.world_size:
+                own = ranks[run.process.rank]
+                run.step.losses.copy_(own["losses"])
+                for model, buffers in zip(trained.copies, own["buffers"], strict=True):
+                    for name, buffer in distributed.floating_buffers(model).items():
+                        buffer.copy_(buffers[name])
         except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
             raise ValueError(f"{path} does not belong to this recipe: {' '.join(str(error).split())[:200]}") from None
         run.step.number.fill_(run.position.done)

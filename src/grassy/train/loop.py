@@ -66,21 +66,21 @@ def train_epochs(run: Run, steps: Steps, checkpoints: Checkpoints, reporter: Rep
                     trained.average.update(trained.model, position.done)
                 reporter.after_update(failures)
                 stop, save = look(run, checkpoints, reporter, told)
-                if stop:
-                    position.stopped_by = told()
-                    checkpoints.save()
-                    reporter.say(f"stopped after update {position.done} and saved; --resume auto goes on")
-                    return
-                if save:
+                if stop or save:
+                    position.stopped_by = stop or None
+                    reporter.tell_of_unreadable()
                     with reporter.progress.pause():
                         checkpoints.save()
                     begin = time.monotonic() - position.seconds
+                if stop:
+                    reporter.say(f"stopped after update {position.done} and saved; --resume auto goes on")
+                    return
             finish_epoch(run, checkpoints, reporter, begin)
     checkpoints.save()
 
 
-def look(run: Run, checkpoints: Checkpoints, reporter: Reporter, told: Callable[[], int | None]) -> tuple[bool, bool]:
-    """Whether to stop and whether to save now. On the way: is the loss finite, what is there to report?
+def look(run: Run, checkpoints: Checkpoints, reporter: Reporter, told: Callable[[], int]) -> tuple[int, int]:
+    """The signal to stop, or 0, and whether to save now. On the way: is the loss finite, what is there to report?
 
     A GPU is asked only now and then, since it has to be waited for, and other processes at agreed moments only.
     """
@@ -93,9 +93,9 @@ def look(run: Run, checkpoints: Checkpoints, reporter: Reporter, told: Callable[
     if due:
         reporter.report()
     if not agreed:
-        return False, False
+        return 0, 0
     late = run.recipe.checkpoint_interval > 0 and checkpoints.is_due()
-    return distributed.anywhere(told() is not None, device), distributed.anywhere(late, device)
+    return distributed.anywhere(told(), device), distributed.anywhere(late, device)
 
 
 def finish_epoch(run: Run, checkpoints: Checkpoints, reporter: Reporter, begin: float) -> None:
@@ -105,7 +105,7 @@ def finish_epoch(run: Run, checkpoints: Checkpoints, reporter: Reporter, begin: 
     position.seconds = time.monotonic() - begin
     step.losses.copy_(distributed.summed(step.losses))
     reporter.report()
-    with reporter.progress.pause():
+    with reporter.progress.pause(), distributed.averaged_buffers(run.trained.evaluated):
         last = position.epoch + 1 == recipe.epochs
         metrics = None
         if last or (position.epoch + 1) % recipe.val_interval == 0:
@@ -120,15 +120,15 @@ def finish_epoch(run: Run, checkpoints: Checkpoints, reporter: Reporter, begin: 
             if recipe.nonfinite == "stop":
                 raise TrainingStopped(message)
             reporter.say(message)
-        position.next_epoch()
-        step.losses.zero_()
-        if not last and distributed.anywhere(checkpoints.is_due(), run.process.device):
+    position.next_epoch()
+    step.losses.zero_()
+    if not last and distributed.anywhere(checkpoints.is_due(), run.process.device):
+        with reporter.progress.pause():
             checkpoints.save()
 
 
 def validate(run: Run) -> tuple[Metrics, list[Failure]]:
     """Metrics of the weights that are saved, on the images of all processes, and those that could not be read."""
     recipe, data, device, model = run.recipe, run.data, run.process.device, run.trained.evaluated
-    distributed.average_buffers(model)
     prepare = Preparation(recipe.mean, recipe.std, device, recipe.channels_last)
     return evaluate(model, data.validation, prepare, device, run.step.amp_dtype, data.sharded)

@@ -111,7 +111,8 @@ def build_step(recipe: Recipe, trained: Trained, data: Data, process: Process) -
     model: Any = torch.compile(trained.model) if compiles(recipe, device) else trained.model
     if process.world_size > 1:
         ids = [device.index] if device.type == "cuda" else None
-        model = nn.parallel.DistributedDataParallel(model, device_ids=ids)
+        # Each process keeps the batch statistics of its own images; validation and checkpoints take their mean.
+        model = nn.parallel.DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
     erase, mix = build_erasing(recipe, device), build_mixing(recipe, data.num_classes)
     return TrainingStep(
         model,

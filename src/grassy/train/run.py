@@ -31,6 +31,11 @@ class Trained:
         """The model that is validated and saved."""
         return self.model if self.average is None else self.average.module
 
+    @property
+    def copies(self) -> list[nn.Module]:
+        """The model, and the average of its weights if there is one: what has batch statistics."""
+        return [self.model] if self.average is None else [self.model, self.average]
+
 
 @dataclass
 class Position:

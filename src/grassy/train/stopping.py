@@ -14,8 +14,8 @@ STOPPING = b"\ngrassy: stopping after this update, and saving; Ctrl-C again quit
 
 
 @contextlib.contextmanager
-def told_to_stop(answer: bool) -> Iterator[Callable[[], int | None]]:
-    """The signal that came, of Ctrl-C and SIGTERM, or None; a Ctrl-C that comes a second later ends the process.
+def told_to_stop(answer: bool) -> Iterator[Callable[[], int]]:
+    """The signal that came, of Ctrl-C and SIGTERM, or 0; a Ctrl-C that comes a second later ends the process.
 
     answer: a Ctrl-C on the terminal.
     """
@@ -39,7 +39,7 @@ def told_to_stop(answer: bool) -> Iterator[Callable[[], int | None]]:
         with contextlib.suppress(ValueError):  # not in the main thread: the caller handles signals
             previous[number] = signal.signal(number, note)
     try:
-        yield lambda: received[0] if received else None
+        yield lambda: received[0] if received else 0
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -86,7 +86,7 @@ class TrainingStep:
         if not self.scaler.is_enabled():
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             bad = bad | ~torch.nn.utils.get_total_norm(gradients).isfinite()
-        return distributed.anywhere(bool(bad), self.device)
+        return bool(distributed.anywhere(bool(bad), self.device))
 
     def _note(self, loss: Tensor) -> None:
         new = (self.first_bad < 0) & ~loss.isfinite()

@@ -1,0 +1,114 @@
+"""Two processes that see different images: their batch statistics, and that a checkpoint holds the state of both."""
+
+import multiprocessing
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from grassy.data.run_data import open_data
+from grassy.distributed.processes import Process
+from grassy.runs.state import STATE, read_torch
+from grassy.runs.weights import BEST, LAST, read_weights
+from grassy.train import loop
+from grassy.train.loop import train
+from grassy.train.model import build_model
+from grassy.train.training_step import seed_everything
+from training_cases import tiny_arrays, tiny_recipe
+
+#: A network with batch statistics.
+RESNET = {"model": "resnet18_cifar", "model_kwargs": {"channels": [4, 4, 4, 4]}, "crop": "none", "hflip": 0.0}
+
+
+def train_in_two_processes(recipe, data, output, resume="", stop_after=0):
+    """Train in two processes; the second alone gets SIGTERM after some updates."""
+
+    def work(rank):
+        torch.set_num_threads(1)
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+        store = f"file://{output.parent}/{output.name}-{resume}-{stop_after}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+        loop.AGREE_EVERY, look = 1, loop.look
+
+        def look_and_stop(run, *others):
+            if rank == 1 and run.position.done == stop_after:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return look(run, *others)
+
+        loop.look = look_and_stop
+        stopped_by = train(recipe, data, output, resume, "cpu", quiet=True).stopped_by
+        dist.destroy_process_group()
+        os._exit(stopped_by or 0)
+
+    processes = [multiprocessing.get_context("fork").Process(target=work, args=(rank,)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+    assert [process.exitcode for process in processes] == [signal.SIGTERM if stop_after else 0] * 2
+
+
+def same(one, other, path=""):
+    """Equal to the bit, but for times."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), path
+        for key in one.keys() - {"seconds"}:
+            same(one[key], other[key], f"{path}.{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), path
+        for number, (first, second) in enumerate(zip(one, other, strict=True)):
+            same(first, second, f"{path}.{number}")
+    else:
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, path
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_batch_statistics_are_the_mean_over_the_processes(tmp_path, ema):
+    """Without learning, those of each process follow from its own images alone."""
+    changes = {"model_ema": True, "model_ema_decay": 0.0} if ema else {}  # an average that follows the model at once
+    recipe = tiny_recipe(**RESNET, lr=0.0, head={"name": "linear"}, epochs=1, **changes)
+    data = tiny_arrays(tmp_path / "data")
+    train_in_two_processes(recipe, data, tmp_path / "run")
+    found = []
+    for rank in range(2):
+        loader = open_data(recipe, data, Process(torch.device("cpu"), rank, 2)).train
+        seed_everything(recipe.seed)
+        model = build_model(recipe, 3).train()
+        mean, std = (255 * torch.tensor(numbers)[:, None, None] for numbers in (recipe.mean, recipe.std))
+        for (batch,) in loader.epoch(0):
+            model((batch.images - mean) / std)
+        found.append(dict(model.named_buffers()))
+    saved = read_weights(tmp_path / "run" / LAST)
+    for name in ("bn1.running_mean", "bn1.running_var", "layer4.1.bn2.running_mean"):
+        first, second = found[0][name], found[1][name]
+        torch.testing.assert_close(saved[name], (first + second) / 2, rtol=1e-4, atol=1e-5)
+        assert (first - second).abs().max() > 5e-4  # far more than the tolerance
+
+
+@pytest.mark.parametrize("changes", [{}, {"model_ema": True, "model_ema_decay": 0.8}], ids=["plain", "average"])
+def test_two_processes_stopped_within_an_epoch_end_as_if_they_never_were(tmp_path, changes):
+    recipe, data = tiny_recipe(**RESNET, epochs=2, **changes), tiny_arrays(tmp_path / "data")
+    train_in_two_processes(recipe, data, tmp_path / "whole")
+    train_in_two_processes(recipe, data, tmp_path / "parts", stop_after=3)
+    assert read_torch(tmp_path / "parts" / STATE)["progress"]["stopped_by"] == signal.SIGTERM
+    train_in_two_processes(recipe, data, tmp_path / "parts", resume="auto")
+    for name in (LAST, BEST):
+        same(read_weights(tmp_path / "whole" / name), read_weights(tmp_path / "parts" / name))
+    same(*(read_torch(tmp_path / name / STATE) for name in ("whole", "parts")))
+
+
+def test_another_number_of_processes_goes_on_with_a_run(tmp_path):
+    recipe, data = tiny_recipe(crop="none", hflip=0.0), tiny_arrays(tmp_path / "data")
+    whole = train(recipe, data, tmp_path / "whole", quiet=True)
+    train_in_two_processes(recipe, data, tmp_path / "run", stop_after=3)
+    resumed = train(recipe, data, tmp_path / "run", resume="auto", quiet=True)
+    for row, expected in zip(resumed.rows, whole.rows, strict=True):
+        assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-4)
+    train(recipe, data, tmp_path / "one", quiet=True)
+    longer = recipe.changed({"epochs": 3})
+    train_in_two_processes(longer, data, tmp_path / "one", resume="auto")
+    rows = read_torch(tmp_path / "one" / STATE)["progress"]["rows"]
+    assert [row["epoch"] for row in rows] == [0, 1, 2]
