@@ -1,13 +1,17 @@
-"""What a run says of its speed."""
+"""What a run says of its speed, and that it goes on if that cannot be said."""
 
+import os
+import pty
 import re
+import subprocess
 
 import pytest
 
+from grassy.runs.state import STATE, read_torch
 from grassy.train import progress as progress_module
 from grassy.train.loop import train
 from grassy.train.progress import Progress
-from training_cases import tiny_arrays, tiny_recipe
+from training_cases import tiny_arrays, tiny_recipe, train_command
 
 
 @pytest.fixture
@@ -50,3 +54,23 @@ def test_a_checkpoint_after_every_update_does_not_change_the_speed(tmp_path, cap
     said = [float(speed.replace(",", "")) for speed in re.findall(r"([\d,]+) images/s", capsys.readouterr().err)]
     right = [40 / row["seconds"] for row in state.rows]
     assert said == pytest.approx(right, rel=0.05, abs=1)
+
+
+@pytest.mark.parametrize("stderr", ["full", "closed", "gone", "terminal"])
+def test_a_run_goes_on_when_nobody_can_be_told_of_it(tmp_path, stderr):
+    """A full disk behind stderr, no stderr at all, a pipe whose reader has left, a terminal that was closed."""
+    command = train_command(tiny_arrays(tmp_path / "data"), tmp_path / "run", "epochs=3")
+    options = {}
+    if stderr == "full":
+        options["stderr"] = os.open("/dev/full", os.O_WRONLY)
+    elif stderr == "closed":
+        options["preexec_fn"] = lambda: os.close(2)
+    else:
+        ours, options["stderr"] = os.pipe() if stderr == "gone" else pty.openpty()
+        os.close(ours)
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, **options)
+    if "stderr" in options:
+        os.close(options["stderr"])
+    assert run.returncode == 0
+    assert run.stdout.startswith("best top-1")
+    assert read_torch(tmp_path / "run" / STATE)["progress"]["epoch"] == 3

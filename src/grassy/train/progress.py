@@ -27,7 +27,10 @@ class Progress:
         self.speed = 0.0
         self._bar: Any = None
         self._task: Any = None
-        if not quiet and sys.stderr.isatty():
+        self._speaking = contextlib.suppress(OSError, ValueError)  # nobody may be there to be told: a run goes on
+        if sys.stderr is None:
+            self.quiet = True
+        elif not quiet and sys.stderr.isatty():
             self._open_bar(done)
         self.interval = BAR_INTERVAL if self._bar is not None else LINE_INTERVAL
 
@@ -36,7 +39,8 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with self._speaking:
+                self._bar.stop()
 
     def is_due(self) -> bool:
         """Whether it is time to report again."""
@@ -76,10 +80,11 @@ class Progress:
     def say(self, text: str) -> None:
         if self.quiet:
             return
-        if self._bar is not None:
-            self._bar.console.print(text, highlight=False, markup=False)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        with self._speaking:
+            if self._bar is not None:
+                self._bar.console.print(text, highlight=False, markup=False)
+            else:
+                print(text, file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -121,4 +126,5 @@ class Progress:
         )
         empty = {"epoch": f"1/{self.epochs}", "loss": "-", "accuracy": "-", "speed": "-"}
         self._task = self._bar.add_task("", total=self.total, completed=done, **empty)
-        self._bar.start()
+        with self._speaking:
+            self._bar.start()

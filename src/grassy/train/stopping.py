@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +29,7 @@ def told_to_stop(answer: bool) -> Iterator[Callable[[], int]]:
         if not received:
             received.append(number)
             first = time.monotonic()
-            if answer and number == signal.SIGINT:
+            if answer and number == signal.SIGINT and sys.stderr is not None:  # else 2 may be any other file
                 with contextlib.suppress(OSError):  # not by print, which may be what was interrupted
                     os.write(2, STOPPING)
         elif number == signal.SIGINT and time.monotonic() - first > IMPATIENCE:
