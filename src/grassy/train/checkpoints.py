@@ -1,7 +1,7 @@
 """The checkpoints of a run: what is in them, when they are written, and how a run goes on from one."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,10 @@ class Checkpoints:
     folder: RunFolder
     restored_from: Path | None = None  # a folder
     best: tuple[dict[str, Tensor], Description] | None = None  # weights that are still to be written
-    saved_at: float = field(default_factory=time.monotonic)
+    saved_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.saved_at = time.monotonic()
 
     def is_due(self) -> bool:
         """Whether the recipe's interval between two checkpoints is over, by the clock of the main process."""
