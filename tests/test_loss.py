@@ -6,6 +6,7 @@ from torch import nn
 
 import grassy
 from grassy.heads import HEADS, Head
+from grassy.models import import_timm
 
 N, C, B = 12, 5, 7
 
@@ -56,6 +57,82 @@ def test_every_token_of_a_sequence_has_its_label(fuse_loss):
     y[0, 3:] = -100  # padding
     expected = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
     assert torch.allclose(grassy.classification_loss(model, x, y), expected)
+
+
+HEADS_AND_OPTIONS = [*((name, {}) for name in sorted(HEADS)), ("grassmann", {"fuse_loss": True})]
+every_head = pytest.mark.parametrize(("name", "options"), HEADS_AND_OPTIONS)
+
+
+@every_head
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("tokens", [C, C + 2, 1])
+def test_the_loss_of_tokens_is_that_of_all_of_them_also_if_there_are_as_many_as_classes(
+    name, options, training, tokens
+):
+    head = grassy.create_head(name, N, C, **options).train(training)
+    x, y = torch.randn(3, tokens, N), torch.randint(0, C, (3, tokens))
+    y[0, 0] = -100  # padding
+    expected = head.loss(x.flatten(0, 1), y.flatten(), nn.functional.cross_entropy)
+    for found in (head.loss(x, y, nn.functional.cross_entropy), grassy.classification_loss(nn.Sequential(head), x, y)):
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("name", "options"), [each for each in HEADS_AND_OPTIONS if HEADS[each[0]].takes_soft_targets])
+def test_soft_targets_of_tokens_have_their_classes_last_too(name, options, training):
+    head = grassy.create_head(name, N, C, **options).train(training)
+    x, y = torch.randn(3, C, N), torch.randn(3, C, C).softmax(-1)
+    expected = head.loss(x.flatten(0, 1), y.flatten(0, 1), nn.functional.cross_entropy)
+    for found in (head.loss(x, y, nn.functional.cross_entropy), grassy.classification_loss(nn.Sequential(head), x, y)):
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+@every_head
+def test_criteria_of_timm_and_grassy_take_tokens_as_well(name, options):
+    import_timm()
+    from timm import loss as timm_loss
+
+    head = grassy.create_head(name, N, C, **options)
+    x, y = torch.randn(3, C, N), torch.randint(0, C, (3, C))
+    for criterion in (
+        timm_loss.LabelSmoothingCrossEntropy(0.1),
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        grassy.create_criterion("bce"),
+    ):
+        expected = head.loss(x.flatten(0, 1), y.flatten(), criterion)
+        assert torch.allclose(head.loss(x, y, criterion), expected, atol=1e-5)
+        assert torch.allclose(grassy.classification_loss(nn.Sequential(head), x, y, criterion), expected, atol=1e-5)
+
+
+@every_head
+def test_labels_that_are_not_one_for_each_token_are_refused(name, options):
+    head = grassy.create_head(name, N, C, **options)
+    x, y = torch.randn(3, 4, N), torch.randint(0, 3, (3, C))  # torch would take the 4 tokens for classes
+    if not head.takes_soft_targets:
+        head.eval()  # in training, the margin finds it out before
+    for loss in (
+        lambda: head.loss(x, y, nn.functional.cross_entropy),
+        lambda: grassy.classification_loss(nn.Sequential(head), x, y),
+    ):
+        with pytest.raises(ValueError, match=r"target (must have|of) shape \(3, 4\).* got \(3, 5\)"):
+            loss()
+
+
+@pytest.mark.parametrize("name", ["grassmann", "arcface", "multi"])
+def test_a_head_on_a_map_takes_a_label_for_each_location_with_its_classes_second(name):
+    net = nn.Sequential(nn.Conv2d(3, N, 1), nn.Conv2d(N, C, 1))
+    head = grassy.replace_head(net, name)
+    x, y = torch.randn(2, 3, C, C), torch.randint(0, C, (2, C, C))  # as high and wide as there are classes
+    rows = net[0](x).movedim(1, -1).flatten(0, 2)
+    expected = head.loss(rows, y.flatten(), nn.functional.cross_entropy)
+    assert torch.allclose(grassy.classification_loss(net, x, y), expected, atol=1e-5)
+
+
+def test_a_model_may_move_the_classes_of_its_head_to_the_second_axis():
+    head, x, y = grassy.GrassmannHead(N, C), torch.randn(2, 4, 6, N), torch.randint(0, C, (2, 4, 6))
+    expected = nn.functional.cross_entropy(head(x).movedim(-1, 1), y)
+    moved = Returning([head], lambda x, logits: logits.movedim(-1, 1))
+    assert torch.allclose(grassy.classification_loss(moved, x, y), expected)
 
 
 def test_what_could_be_maps_of_logits_is_left_to_the_criterion():

@@ -1,6 +1,5 @@
 """The criteria of the paper's Section 5.2 by name: softmax cross-entropy, with label smoothing, and sigmoid BCE."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,20 +53,6 @@ def create_criterion(name: str, **options: Any) -> nn.Module:
     if name not in CRITERIA:
         raise ValueError(f"unknown criterion {name!r}{nearest(name, CRITERIA)}; known: {', '.join(sorted(CRITERIA))}")
     return CRITERIA[name](**options)
-
-
-def of_tokens(criterion: Callable[..., Tensor], logits: Tensor, target: Tensor) -> Tensor:
-    """A criterion of the logits (B, C) of a head; if it is cross-entropy and there are T tokens, of (B, T, C).
-
-    torch's has the classes second. Where the shapes could mean either, they mean that.
-    """
-    function = criterion.func if isinstance(criterion, functools.partial) else criterion
-    cross_entropy = function is F.cross_entropy or isinstance(function, nn.CrossEntropyLoss)
-    tokens = logits.ndim > 2 and not target.is_floating_point() and target.shape == logits.shape[:-1]
-    if not cross_entropy or not tokens or target.shape == (logits.shape[0], *logits.shape[2:]):
-        return criterion(logits, target)
-    loss = criterion(logits.flatten(0, -2), target.flatten())
-    return loss.reshape(target.shape) if loss.ndim else loss
 
 
 def is_binary_cross_entropy(criterion: Callable[..., Tensor]) -> bool:

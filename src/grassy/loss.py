@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grassy.criteria import create_criterion, is_binary_cross_entropy, of_tokens
-from grassy.heads import Criterion, Head, LossRequest
+from grassy.criteria import create_criterion, is_binary_cross_entropy
+from grassy.heads import Criterion, Head, HeadOnMap, LossRequest
+from grassy.heads.base import with_classes_last
 
 
 def classification_loss(
@@ -19,8 +20,10 @@ def classification_loss(
 
     The model, wrapped in DDP or torch.compile or not, is called once: `model(inputs)`, or `model(**inputs)` if
     inputs is a mapping, as a Hugging Face processor gives. Heads that use the target (margin heads, or those with a
-    loss of their own) get it there. For all others the result is `criterion(model(inputs), target)`; cross-entropy of
-    the logits (B, T, C) of a head is that of all T tokens.
+    loss of their own) get it there. For all others the result is `criterion(model(inputs), target)`.
+
+    The classes of a head are the last axis of its logits: the loss of logits (B, T, C) is that of all T tokens. They
+    are the second axis where the head replaces a 1x1 convolution, as they were before, and in models without a head.
 
     target: class indices (B,), or (B, T) of T tokens each, or probabilities (B, C) as mixup gives, for criteria and
         heads that take them.
@@ -51,7 +54,8 @@ def classification_loss(
         # A model may flatten what it takes for logits.
         losses = [loss.reshape(()) if loss.numel() == 1 else _refuse(loss, answering) for loss in results]
     else:
-        losses = [of_tokens(criterion, x, target) if heads else criterion(x, target) for x in results]
+        apply = with_classes_last if _classes_are_last(model, heads, results) else _as_it_is
+        losses = [apply(criterion, logits, target) for logits in results]
     return sum(losses[1:], start=losses[0]) / len(losses)
 
 
@@ -83,6 +87,20 @@ def _tensors(outputs: Any, heads: int) -> list[Tensor]:
         f"cannot find logits in the model's output, a {kind}{size}: it must be a tensor, have a field 'logits', or be "
         "a tuple with one tensor a head"
     )
+
+
+def _classes_are_last(model: nn.Module, heads: list[Head], results: list[Tensor]) -> bool:
+    """Whether the logits of a model have the classes on their last axis, as heads give them.
+
+    They do not in a model without heads, on a map, and where the model has moved them: the last axis tells.
+    """
+    if not heads or any(isinstance(module, HeadOnMap) for module in model.modules()):
+        return False
+    return all(logits.shape[-1:] == (heads[0].num_classes,) for logits in results)
+
+
+def _as_it_is(criterion: Criterion, logits: Tensor, target: Tensor) -> Tensor:
+    return criterion(logits, target)
 
 
 def _refuse(loss: Tensor, heads: list[Head]) -> NoReturn:

@@ -9,13 +9,14 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from grassy.heads import Head, create_head
-from grassy.heads.base import as_one_operation
+from grassy.heads import Head, HeadOnMap, create_head
 from grassy.spelling import nearest
+
+__all__ = ["HeadOnMap", "find_classifiers", "replace_head"]
 
 Layers = dict[str, nn.Module]  # by dotted name
 
@@ -64,33 +65,6 @@ def replace_head(
 def find_classifiers(model: nn.Module) -> Layers:
     """The layers, by dotted name, that turn features into logits: what `replace_head` would replace."""
     return _find(model, "", convolutions=True)
-
-
-class HeadOnMap(nn.Module):
-    """Applies a head at every location of a map (B, N, ...), as a 1x1 convolution does: logits (B, C, ...)."""
-
-    def __init__(self, head: Head) -> None:
-        super().__init__()
-        self.head = head
-
-    def forward(self, features: Tensor) -> Tensor:
-        if (traced := as_one_operation(self, features)) is not None:
-            return traced
-        channels_last = features.movedim(1, -1)
-        request = self.head.loss_request
-        if request is None:
-            return self.head(channels_last).movedim(-1, 1)
-        rows = channels_last.flatten(0, -2)
-        size = features.shape[2:]
-        if self.head.answers_with_loss(request):
-            if size.numel() > 1:
-                name = type(self.head).__name__
-                raise ValueError(f"{name} has a loss of its own, on one feature an image, but got a map {tuple(size)}")
-            return self.head(rows).reshape([1] * features.ndim)  # what flattens logits after this takes it
-        # Margin heads: the target of an image is the target of each of its locations.
-        target = request.target.repeat_interleave(size.numel(), dim=0)
-        logits = self.head.logits(self.head.prepare(rows), target)
-        return logits.unflatten(0, channels_last.shape[:-1]).movedim(-1, 1)
 
 
 def _named(model: nn.Module, classifier: str) -> Layers:

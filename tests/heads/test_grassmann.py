@@ -236,6 +236,10 @@ def test_numbers_that_make_no_sense_are_refused_and_those_of_numpy_taken():
         ("arcface", {"scale": "a"}, "scale must be positive, got 'a'"),
         ("arcface", {"margin": "a"}, "margin must lie in .*, got 'a'"),
         ("softtriple", {"gamma": True}, "gamma must be positive, got True"),
+        ("softtriple", {"tau": -0.1}, "tau must be a finite number of at least 0, got -0.1"),
+        ("softtriple", {"tau": "a"}, "tau must be a finite number of at least 0, got 'a'"),
+        ("softtriple", {"margin": float("nan")}, "margin must be a finite number of at least 0, got nan"),
+        ("softtriple", {"margin": True}, "margin must be a finite number of at least 0, got True"),
     ],
 )
 def test_other_heads_refuse_such_options_too(name, options, said):

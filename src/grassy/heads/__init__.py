@@ -11,6 +11,7 @@ from grassy.heads.gamma import recommended_gamma
 from grassy.heads.grassmann import GrassmannHead
 from grassy.heads.linear import LinearHead
 from grassy.heads.multi import MultiHead
+from grassy.heads.on_map import HeadOnMap
 from grassy.heads.softtriple import SoftTripleHead
 from grassy.heads.subcenter_arcface import SubcenterArcFaceHead
 from grassy.spelling import nearest
@@ -51,6 +52,7 @@ __all__ = [
     "Criterion",
     "GrassmannHead",
     "Head",
+    "HeadOnMap",
     "LinearHead",
     "LossRequest",
     "MultiHead",

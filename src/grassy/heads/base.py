@@ -1,5 +1,6 @@
 """The contract of a head: features in, logits out, and a loss."""
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -10,7 +11,6 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-from grassy.criteria import of_tokens
 from grassy.heads.standardize import standardization, standardized
 from grassy.kernels import autocasts
 
@@ -91,7 +91,7 @@ class Head(nn.Module):
 
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
         """The training loss: the criterion on the logits, unless the representation needs more."""
-        return of_tokens(criterion, self.logits(self.prepare(features, target, criterion), target), target)
+        return with_classes_last(criterion, self.logits(self.prepare(features, target, criterion), target), target)
 
     def has_own_loss(self) -> bool:
         """Whether it may give its loss where a model expects logits."""
@@ -170,6 +170,27 @@ class Head(nn.Module):
         return f"in_features={self.in_features}, num_classes={self.num_classes}{dropout}{standardize}"
 
 
+def with_classes_last(criterion: Criterion, logits: Tensor, target: Tensor) -> Tensor:
+    """A criterion on the logits (..., C) of a head, against labels (...) or probabilities (..., C).
+
+    torch's cross-entropy has the classes second, and timm's criteria take (B, C) only: both get one row for each label.
+    Other criteria get what the head gives.
+    """
+    function = criterion.func if isinstance(criterion, functools.partial) else criterion
+    cross_entropy = function is nn.functional.cross_entropy or isinstance(function, nn.CrossEntropyLoss)
+    if logits.ndim < 3 or not (cross_entropy or type(function).__module__.startswith("timm.loss")):
+        return criterion(logits, target)
+    soft = target.is_floating_point()
+    expected = logits.shape if soft else logits.shape[:-1]
+    if target.shape != expected:
+        raise ValueError(
+            f"target must have shape {tuple(expected)} for logits {tuple(logits.shape)}, whose classes are last, got "
+            f"{tuple(target.shape)}"
+        )
+    loss = criterion(logits.flatten(0, -2), target.flatten(0, -2) if soft else target.flatten())
+    return loss.reshape(logits.shape[:-1]) if loss.ndim else loss
+
+
 def positive_integer(name: str, value: int) -> int:
     """The value as an int, NumPy's included, or a ValueError that names the argument."""
     try:
@@ -195,6 +216,13 @@ def positive(name: str, value: float) -> float:
     """The value as a float, or a ValueError that names the argument."""
     if not 0 < number(value) < math.inf:
         raise ValueError(f"{name} must be positive, got {value!r}")
+    return float(value)
+
+
+def nonnegative(name: str, value: float) -> float:
+    """The value as a float, or a ValueError that names the argument."""
+    if not 0 <= number(value) < math.inf:
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
     return float(value)
 
 

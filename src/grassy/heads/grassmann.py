@@ -131,8 +131,7 @@ class GrassmannHead(Head):
 
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
         """The criterion on the logits; if it is cross-entropy and `fuse_loss` is set, without the logits."""
-        usual = features.ndim == 2 or target.shape == features.shape[:-1]
-        options = _cross_entropy_options(criterion, target) if self.fuse_loss and usual else None
+        options = _cross_entropy_options(criterion, target) if self.fuse_loss else None
         if options is None:
             return super().loss(features, target, criterion)
         features = self.prepare(features, target, criterion)

@@ -3,7 +3,15 @@
 import torch
 from torch import Tensor, nn
 
-from grassy.heads.base import Criterion, Head, check_booleans, init_like_linear, linear, positive_integer
+from grassy.heads.base import (
+    Criterion,
+    Head,
+    check_booleans,
+    init_like_linear,
+    linear,
+    positive_integer,
+    with_classes_last,
+)
 
 
 class MultiHead(Head):
@@ -48,9 +56,9 @@ class MultiHead(Head):
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
         features = self.prepare(features, target, criterion)
         if not self.training:
-            return criterion(self.logits(features), target)
+            return with_classes_last(criterion, self.logits(features), target)
         each = self.logits_of_each_layer(features).unbind(-2)
-        return torch.stack([criterion(logits, target) for logits in each]).mean(0)
+        return torch.stack([with_classes_last(criterion, logits, target) for logits in each]).mean(0)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, layers={self.weight.shape[0]}"

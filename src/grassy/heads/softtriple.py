@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from grassy.heads.base import Criterion, Head, init_like_linear, positive, positive_integer
+from grassy.heads.base import Criterion, Head, init_like_linear, nonnegative, positive, positive_integer
 from grassy.heads.cosine import cosines
 from grassy.kernels import unit
 
@@ -35,7 +35,7 @@ class SoftTripleHead(Head):
         super().__init__(in_features, num_classes, dropout, standardize, device, dtype)
         centers = positive_integer("centers", centers)
         self.scale, self.gamma = positive("scale", scale), positive("gamma", gamma)
-        self.tau, self.margin = tau, margin
+        self.tau, self.margin = nonnegative("tau", tau), nonnegative("margin", margin)
         self.weight = nn.Parameter(torch.empty(num_classes, centers, in_features, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -62,7 +62,7 @@ class SoftTripleHead(Head):
         return (2 + 1e-5 - 2 * overlap).clamp_min(0).sqrt().sum() / (classes * centers * max(1, centers - 1))
 
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
-        loss = criterion(self.logits(self.prepare(features, target, criterion), target), target)
+        loss = super().loss(features, target, criterion)
         return loss + self.tau * self.regularizer() if self.training else loss
 
     def extra_repr(self) -> str:
