@@ -1,16 +1,17 @@
 """The training loss of a whole model, with the target handed to the head inside the model's forward."""
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from grassy.criteria import create_criterion, is_binary_cross_entropy
 from grassy.heads import Criterion, Head, HeadOnMap, LossRequest
 from grassy.heads.base import with_classes_last
+from grassy.heads.request import delivered, keep_for_recomputation
 
 
 def classification_loss(
@@ -44,7 +45,13 @@ def classification_loss(
                 stacklevel=2,
             )
     request = LossRequest(target, criterion, alone=len(heads) == 1)
-    with _requested(heads, request):
+    needing = [head for head in heads if head.needs(request)]
+    if needing and isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+        raise ValueError(
+            f"{type(needing[0]).__name__} needs the target, which nn.DataParallel does not divide among its devices: "
+            "use DistributedDataParallel"
+        )
+    with delivered([head.inbox for head in heads], request):
         if isinstance(inputs, Mapping):  # labels among them would make a Hugging Face model compute its own loss
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
         else:
@@ -56,19 +63,10 @@ def classification_loss(
     else:
         apply = with_classes_last if _classes_are_last(model, heads, results) else _as_it_is
         losses = [apply(criterion, logits, target) for logits in results]
-    return sum(losses[1:], start=losses[0]) / len(losses)
-
-
-@contextmanager
-def _requested(heads: list[Head], request: LossRequest) -> Iterator[None]:
-    # On the head itself rather than in a global: two models, in two threads, cannot mix up their targets.
-    for head in heads:
-        head.loss_request = request
-    try:
-        yield
-    finally:
-        for head in heads:
-            head.loss_request = None
+    loss = sum(losses[1:], start=losses[0]) / len(losses)
+    if needing and not torch.compiler.is_compiling():
+        keep_for_recomputation(needing, request, loss)
+    return loss
 
 
 def _tensors(outputs: Any, heads: int) -> list[Tensor]:

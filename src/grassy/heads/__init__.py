@@ -5,13 +5,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from grassy.heads.arcface import ArcFaceHead
-from grassy.heads.base import Criterion, Head, LossRequest, heads_of
+from grassy.heads.base import Head, heads_of
 from grassy.heads.cosine import CosineHead
 from grassy.heads.gamma import recommended_gamma
 from grassy.heads.grassmann import GrassmannHead
 from grassy.heads.linear import LinearHead
 from grassy.heads.multi import MultiHead
 from grassy.heads.on_map import HeadOnMap
+from grassy.heads.request import Criterion, LossRequest
 from grassy.heads.softtriple import SoftTripleHead
 from grassy.heads.subcenter_arcface import SubcenterArcFaceHead
 from grassy.spelling import nearest

@@ -3,27 +3,17 @@
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.fx
 from torch import Tensor, nn
 
+from grassy.heads.request import Criterion, Inbox, LossRequest, recomputed
 from grassy.heads.standardize import standardization, standardized
 from grassy.kernels import autocasts
-
-Criterion = Callable[[Tensor, Tensor], Tensor]
-
-
-class LossRequest(NamedTuple):
-    """What `grassy.classification_loss` hands to a head for the length of one forward pass of the model."""
-
-    target: Tensor
-    criterion: Criterion
-    #: Whether the head is the only one of the model. Of several, a model may average the logits.
-    alone: bool = True
 
 
 class Head(nn.Module):
@@ -40,6 +30,8 @@ class Head(nn.Module):
     subspace_names: tuple[str, ...] = ()
     #: Whether the target may be probabilities (B, C), as mixup and cutmix give.
     takes_soft_targets = True
+    #: Whether `logits` looks at the target, as margin heads do.
+    logits_use_target = True
     #: Whether no logit can be negative, which binary cross-entropy cannot work with.
     logits_are_nonnegative = False
 
@@ -62,18 +54,34 @@ class Head(nn.Module):
         self.dropout = float(dropout)
         check_booleans(standardize=standardize)
         self.batch_norm: nn.Module | None = standardization(in_features, device, dtype) if standardize else None
-        self.loss_request: LossRequest | None = None
+        self.inbox = Inbox()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "logits" in vars(cls) and "logits_use_target" not in vars(cls):  # what a parent said is of its own logits
+            cls.logits_use_target = True
 
     def forward(self, features: Tensor, target: Tensor | None = None) -> Tensor:
         """Logits; or the loss, if `classification_loss` asked a head that has one of its own for it."""
         if (traced := as_one_operation(self, features, target)) is not None:
             return traced
-        request = self.loss_request
-        if request is not None and target is None:
+        request = self.loss_request if target is None else None
+        if request is not None:
             if self.answers_with_loss(request):
                 return self.loss(features, request.target, request.criterion)
             return self.logits(self.prepare(features), request.target)
         return self.logits(self.prepare(features, target), target)
+
+    @property
+    def loss_request(self) -> LossRequest | None:
+        """What `classification_loss` asks of this head, in this thread, or asked in the forward that is repeated."""
+        if self.inbox.request is not None or torch.compiler.is_compiling():
+            return self.inbox.request
+        return recomputed(self)
+
+    def needs(self, request: LossRequest) -> bool:
+        """Whether its forward depends on the request."""
+        return self.logits_use_target or self.answers_with_loss(request)
 
     def reset_parameters(self) -> None:
         """Start anew. A head with weights of its own fills them, too."""

@@ -19,6 +19,8 @@ class CosineHead(Head):
     scale: s; with learnable_scale, where it starts.
     """
 
+    logits_use_target = False
+
     def __init__(
         self,
         in_features: int,

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from grassy import geometry, kernels
-from grassy.heads.base import Criterion, Head, LossRequest, check_booleans, number, positive_integer
+from grassy.heads.base import Head, check_booleans, number, positive_integer
 from grassy.heads.gamma import automatic_gamma
+from grassy.heads.request import Criterion, LossRequest
 
 REPAIR_ABOVE = 1e-5
 REFUSE_ABOVE = 0.1
@@ -42,6 +43,7 @@ class GrassmannHead(Head):
     """
 
     subspace_names: tuple[str, ...] = ("weight",)
+    logits_use_target = False
     logits_are_nonnegative = True
     gamma: float | nn.Parameter
 

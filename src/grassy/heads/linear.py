@@ -9,6 +9,8 @@ from grassy.heads.base import Head, check_booleans, init_like_linear, linear
 class LinearHead(Head):
     """l_c = w_cᵀ x + b_c."""
 
+    logits_use_target = False
+
     def __init__(
         self,
         in_features: int,

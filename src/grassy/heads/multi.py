@@ -3,15 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from grassy.heads.base import (
-    Criterion,
-    Head,
-    check_booleans,
-    init_like_linear,
-    linear,
-    positive_integer,
-    with_classes_last,
-)
+from grassy.heads.base import Head, check_booleans, init_like_linear, linear, positive_integer, with_classes_last
+from grassy.heads.request import Criterion
 
 
 class MultiHead(Head):
@@ -19,6 +12,8 @@ class MultiHead(Head):
 
     layers: how many.
     """
+
+    logits_use_target = False
 
     def __init__(
         self,

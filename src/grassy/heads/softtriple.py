@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from grassy.heads.base import Criterion, Head, init_like_linear, nonnegative, positive, positive_integer
+from grassy.heads.base import Head, init_like_linear, nonnegative, positive, positive_integer
 from grassy.heads.cosine import cosines
+from grassy.heads.request import Criterion
 from grassy.kernels import unit
 
 

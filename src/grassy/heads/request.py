@@ -1,0 +1,85 @@
+"""How the target of `classification_loss` reaches a head inside the forward of a model.
+
+A request is there for one thread and one forward pass. Activation checkpointing runs that forward again in the
+backward, after the request is gone and perhaps in a thread of autograd: a hook on the loss notes in which backward
+passes the request is wanted again, and a head that is called inside one of them finds it.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Criterion = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class LossRequest:
+    """What `grassy.classification_loss` hands to a head for the length of one forward pass of the model."""
+
+    target: Tensor
+    criterion: Criterion
+    #: Whether the head is the only one of the model. Of several, a model may average the logits.
+    alone: bool = True
+    #: The backward passes that went through its loss, by the number that autograd gives to each.
+    backwards: set[int] = field(default_factory=set)
+
+
+class Inbox(threading.local):
+    """Holds the request of this thread. A copy, by deepcopy or pickle, is empty."""
+
+    request: LossRequest | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Inbox, ()
+
+
+#: Requests whose loss is alive, by head: the graph of the loss holds them.
+_unfinished: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[LossRequest]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+@contextmanager
+def delivered(inboxes: Iterable[Inbox], request: LossRequest) -> Iterator[None]:
+    """Within this, and in this thread, the request lies in the inboxes."""
+    before = [(inbox, inbox.request) for inbox in inboxes]
+    for inbox, _ in before:
+        inbox.request = request
+    try:
+        yield
+    finally:
+        for inbox, earlier in before:
+            inbox.request = earlier
+
+
+def keep_for_recomputation(heads: Iterable[nn.Module], request: LossRequest, loss: Tensor) -> None:
+    """Let the heads find the request again while the gradient of the loss is computed."""
+    if loss.grad_fn is None:
+        return
+    with _lock:
+        for head in heads:
+            _unfinished.setdefault(head, weakref.WeakSet()).add(request)
+    # All gradients of the model go through this node first. It keeps the request alive, and nothing else does.
+    loss.grad_fn.register_prehook(lambda _: request.backwards.add(torch._C._current_graph_task_id()))
+
+
+def recomputed(head: nn.Module) -> LossRequest | None:
+    """The request that a forward inside a backward pass repeats; None outside of one, or if there was no request."""
+    backward = torch._C._current_graph_task_id()
+    if backward == -1:
+        return None
+    with _lock:
+        requests = list(_unfinished.get(head, ()))
+    found = [request for request in requests if backward in request.backwards]
+    if len(found) == 1 or not requests:
+        return found[0] if found else None
+    why = "several losses in one backward" if found else "a reentrant checkpoint inside another one"
+    raise RuntimeError(
+        f"{type(head).__name__} is recomputed in the backward and cannot tell for which target ({why}): call backward "
+        "for each loss alone, with torch.utils.checkpoint(..., use_reentrant=False), or leave the head out of it"
+    )
