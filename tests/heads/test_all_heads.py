@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import json
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import grassy
-from grassy.heads import HEADS, create_head
+from grassy.heads import HEADS, create_head, describe
 
 F64 = torch.float64
 N, C, B = 12, 5, 7
@@ -267,10 +268,74 @@ def test_it_can_be_built_on_the_meta_device_and_filled_later(name):
     assert head(torch.randn(2, N)).isfinite().all()
 
 
+#: Every option of every head, at another value than its default.
+OPTIONS = {
+    "linear": {"bias": False},
+    "cosine": {"scale": 7.0, "learnable_scale": True},
+    "arcface": {"scale": 30.0, "margin": 0.2},
+    "multi": {"layers": 3, "bias": False},
+    "softtriple": {"centers": 2, "scale": 9.0, "gamma": 0.2, "tau": 0.1, "margin": 0.05},
+    "subcenter-arcface": {"centers": 2, "scale": 30.0, "margin": 0.2},
+    "grassmann": {
+        "k": [1, 2, 3, 3, 2],
+        "gamma": 9.0,
+        "normalize": False,
+        "learnable_gamma": True,
+        "riemannian": False,
+        "fuse_loss": True,
+    },
+}
+SHARED = {"dropout": 0.25, "standardize": True}
+
+
+@every_head
+def test_a_head_tells_the_options_that_make_it_again(name):
+    usual = create_head(name, N, C)
+    given = {**OPTIONS[name], **SHARED}
+    assert describe(create_head(name, N, C, **given)) == {"name": name, **given}
+    assert usual.options.keys() == given.keys()  # none is missing above
+    assert all(usual.options[option] != value for option, value in given.items())
+    for head in (usual, create_head(name, N, C, **given)):
+        again = create_head(in_features=N, num_classes=C, **json.loads(json.dumps(describe(head))))
+        again.load_state_dict(head.state_dict())
+        assert repr(again) == repr(head)
+        assert torch.equal(again.eval()(torch.ones(2, N)), head.eval()(torch.ones(2, N)))
+
+
+@every_head
+def test_options_are_given_by_name(name):
+    kind = HEADS[name]
+    with pytest.raises(TypeError, match="takes 3 positional arguments but 4 were given"):
+        kind(N, C, 3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'widht'"):
+        kind(N, C, widht=3)
+    assert next(kind(N, C, dtype=F64, device="meta").parameters()).dtype == F64
+
+
+def test_the_options_of_a_grassmann_head_are_what_it_has_become():
+    head = create_head("grassmann", N, C, k=4, gamma="auto")
+    assert describe(head)["gamma"] == head.gamma
+    head.load_state_dict(create_head("grassmann", N, C, k=[1, 2, 3, 4, 2]).state_dict())
+    assert head.options["k"] == [1, 2, 3, 4, 2]
+    with torch.no_grad():
+        head.weight[:, 3] = 0
+    assert head.options["k"] == 4  # of a smaller k the weight would have another shape
+    head.gamma = 11.0
+    assert head.options["gamma"] == 11.0
+
+
+def test_a_head_that_is_not_registered_has_no_name():
+    class Mine(grassy.LinearHead):
+        pass
+
+    with pytest.raises(ValueError, match="Mine is not a registered head"):
+        describe(Mine(N, C))
+
+
 def test_unknown_names_and_options_list_what_is_known():
     with pytest.raises(ValueError, match=r"unknown head 'grasman', did you mean 'grassmann'\?; known heads: .*linear"):
         create_head("grasman", N, C)
     with pytest.raises(
-        ValueError, match=r"head 'grassmann' has no option 'gama', did you mean 'gamma'\?; its options: k, gamma"
+        ValueError, match=r"head 'grassmann' has no option 'gama', did you mean 'gamma'\?; its options: k, gamma.*dtype"
     ):
         create_head("grassmann", N, C, gama=3)

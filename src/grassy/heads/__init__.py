@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from grassy.heads.arcface import ArcFaceHead
-from grassy.heads.base import Head, heads_of
+from grassy.heads.base import Head, HeadOptions, heads_of
 from grassy.heads.cosine import CosineHead
 from grassy.heads.gamma import recommended_gamma
 from grassy.heads.grassmann import GrassmannHead
@@ -38,12 +38,26 @@ def check_head_options(name: str, options: Iterable[str]) -> None:
     """Raise a ValueError for an unknown head or an option that it does not have."""
     if name not in HEADS:
         raise ValueError(f"unknown head {name!r}{nearest(name, HEADS)}; known heads: {', '.join(sorted(HEADS))}")
-    known = [p for p in inspect.signature(HEADS[name]).parameters if p not in ("in_features", "num_classes")]
+    known = _options_of(HEADS[name])
     for option in options:
         if option not in known:
             raise ValueError(
                 f"head {name!r} has no option {option!r}{nearest(option, known)}; its options: {', '.join(known)}"
             )
+
+
+def describe(head: Head) -> dict[str, Any]:
+    """The name and the options of a head: `create_head(in_features=..., num_classes=..., **describe(head))`."""
+    name = next((name for name, kind in HEADS.items() if kind is type(head)), None)
+    if name is None:
+        raise ValueError(f"{type(head).__name__} is not a registered head: add it to grassy.heads.HEADS by a name")
+    return {"name": name, **head.options}
+
+
+def _options_of(kind: type[Head]) -> list[str]:
+    parameters = list(inspect.signature(kind).parameters.values())[2:]  # after in_features and num_classes
+    own = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+    return own if len(own) == len(parameters) else [*own, *HeadOptions.__annotations__]
 
 
 __all__ = [
@@ -54,6 +68,7 @@ __all__ = [
     "GrassmannHead",
     "Head",
     "HeadOnMap",
+    "HeadOptions",
     "LinearHead",
     "LossRequest",
     "MultiHead",
@@ -61,6 +76,7 @@ __all__ = [
     "SubcenterArcFaceHead",
     "check_head_options",
     "create_head",
+    "describe",
     "heads_of",
     "recommended_gamma",
 ]

@@ -2,11 +2,12 @@
 
 import math
 import warnings
+from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from grassy.heads.base import Head, init_like_linear, number, positive
+from grassy.heads.base import Head, HeadOptions, empty_parameter, init_like_linear, number, positive
 from grassy.heads.cosine import cosines
 
 
@@ -23,18 +24,16 @@ class ArcFaceHead(Head):
         self,
         in_features: int,
         num_classes: int,
+        *,
         scale: float = 64.0,
         margin: float = 0.5,
-        dropout: float = 0.0,
-        standardize: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[HeadOptions],
     ) -> None:
-        super().__init__(in_features, num_classes, dropout, standardize, device, dtype)
+        super().__init__(in_features, num_classes, **options)
         if not 0 <= number(margin) < math.pi / 2:
             raise ValueError(f"margin must lie in [0, π/2), in radians, got {margin!r}")
         self.scale, self.margin = positive("scale", scale), float(margin)
-        self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
+        self.weight = empty_parameter(options, num_classes, in_features)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -58,8 +57,9 @@ class ArcFaceHead(Head):
                 )
         return self.scale * cosine
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, scale={self.scale}, margin={self.margin}"
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"scale": self.scale, "margin": self.margin, **super().options}
 
 
 def with_margin(cosine: Tensor, target: Tensor, margin: float) -> Tensor:

@@ -5,7 +5,7 @@ import math
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.fx
@@ -14,6 +14,15 @@ from torch import Tensor, nn
 from grassy.heads.request import Criterion, Inbox, LossRequest, recomputed
 from grassy.heads.standardize import standardization, standardized
 from grassy.kernels import autocasts
+
+
+class HeadOptions(TypedDict, total=False):
+    """Options that all heads have; `Head` says what they mean."""
+
+    dropout: float
+    standardize: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class Head(nn.Module):
@@ -39,6 +48,7 @@ class Head(nn.Module):
         self,
         in_features: int,
         num_classes: int,
+        *,
         dropout: float = 0.0,
         standardize: bool = False,
         device: torch.device | str | None = None,
@@ -172,10 +182,15 @@ class Head(nn.Module):
             if wrong.numel():
                 raise ValueError(f"labels must lie between 0 and {self.num_classes - 1}, got {int(wrong[0])}")
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that make such a head again, by name. Device and dtype are those of its weights."""
+        return {"dropout": self.dropout, "standardize": self.batch_norm is not None}
+
     def extra_repr(self) -> str:
-        dropout = f", dropout={self.dropout}" if self.dropout else ""
-        standardize = "" if self.batch_norm is None else ", standardize=True"
-        return f"in_features={self.in_features}, num_classes={self.num_classes}{dropout}{standardize}"
+        shown = {"in_features": self.in_features, "num_classes": self.num_classes, **self.options}
+        many = {name: f"{min(value)}..{max(value)}" for name, value in shown.items() if isinstance(value, list)}
+        return ", ".join(f"{name}={value}" for name, value in {**shown, **many}.items() if value)
 
 
 def with_classes_last(criterion: Criterion, logits: Tensor, target: Tensor) -> Tensor:
@@ -251,6 +266,11 @@ def as_one_operation(module: nn.Module, *inputs: Any) -> Any:
     tracer: Any = given[0].tracer
     path = tracer.path_of_module(module)
     return tracer.create_proxy("call_module", path, given, {}) if path else None  # else it is the model itself
+
+
+def empty_parameter(options: HeadOptions, *shape: int) -> nn.Parameter:
+    """A parameter of the device and dtype that the options of a head name, to be filled by `reset_parameters`."""
+    return nn.Parameter(torch.empty(shape, device=options.get("device"), dtype=options.get("dtype")))
 
 
 def init_like_linear(weight: Tensor) -> None:

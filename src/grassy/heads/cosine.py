@@ -1,9 +1,11 @@
 """One direction a class: cosine softmax (Kornblith et al. 2021), the paper's 1-dimensional rival without a margin."""
 
+from typing import Any, Unpack
+
 import torch
 from torch import Tensor, nn
 
-from grassy.heads.base import Head, check_booleans, init_like_linear, linear, positive
+from grassy.heads.base import Head, HeadOptions, check_booleans, empty_parameter, init_like_linear, linear, positive
 from grassy.kernels import unit
 
 
@@ -25,20 +27,17 @@ class CosineHead(Head):
         self,
         in_features: int,
         num_classes: int,
+        *,
         scale: float = 25.0,
         learnable_scale: bool = False,
-        dropout: float = 0.0,
-        standardize: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[HeadOptions],
     ) -> None:
-        super().__init__(in_features, num_classes, dropout, standardize, device, dtype)
+        super().__init__(in_features, num_classes, **options)
         check_booleans(learnable_scale=learnable_scale)
         scale = positive("scale", scale)
-        start = torch.full((), float(scale), device=device, dtype=dtype)
-        self.scale: float | nn.Parameter = nn.Parameter(start) if learnable_scale else scale
+        self.scale: float | nn.Parameter = empty_parameter(options) if learnable_scale else scale
         self._initial_scale = scale
-        self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
+        self.weight = empty_parameter(options, num_classes, in_features)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -50,6 +49,8 @@ class CosineHead(Head):
     def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
         return self.scale * cosines(features, self.weight)
 
-    def extra_repr(self) -> str:
-        scale = "learnable" if isinstance(self.scale, nn.Parameter) else self.scale
-        return f"{super().extra_repr()}, scale={scale}"
+    @property
+    def options(self) -> dict[str, Any]:
+        learnable = isinstance(self.scale, nn.Parameter)
+        scale = self._initial_scale if learnable else self.scale
+        return {"scale": scale, "learnable_scale": learnable, **super().options}

@@ -4,14 +4,14 @@ import functools
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from grassy import geometry, kernels
-from grassy.heads.base import Head, check_booleans, number, positive_integer
+from grassy.heads.base import Head, HeadOptions, check_booleans, empty_parameter, number, positive_integer
 from grassy.heads.gamma import automatic_gamma
 from grassy.heads.request import Criterion, LossRequest
 
@@ -51,18 +51,16 @@ class GrassmannHead(Head):
         self,
         in_features: int,
         num_classes: int,
+        *,
         k: int | Sequence[int] = 8,
-        gamma: float | str = 25.0,
+        gamma: float | Literal["auto"] = 25.0,
         normalize: bool = True,
         learnable_gamma: bool = False,
         riemannian: bool = True,
-        dropout: float = 0.0,
-        standardize: bool = False,
         fuse_loss: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[HeadOptions],
     ) -> None:
-        super().__init__(in_features, num_classes, dropout, standardize, device, dtype)
+        super().__init__(in_features, num_classes, **options)
         check_booleans(normalize=normalize, learnable_gamma=learnable_gamma, riemannian=riemannian, fuse_loss=fuse_loss)
         each: Any = k if _is_sequence(k) else [k] * num_classes
         dims = [positive_integer("k", dim) for dim in each]
@@ -78,22 +76,21 @@ class GrassmannHead(Head):
         if isinstance(gamma, nn.Parameter):
             raise TypeError("gamma must be a number: for one that is learned give learnable_gamma=True as well")
         if isinstance(gamma, str) and gamma == "auto":
-            automatic = automatic_gamma(num_classes, dims, in_features, normalize, standardize)
+            automatic = automatic_gamma(num_classes, dims, in_features, normalize, self.batch_norm is not None)
             if automatic is None:
                 raise ValueError("gamma='auto' is for features of a known length: with normalize=False give a number")
             gamma = automatic
         if not 0 < number(gamma) < math.inf:
             raise ValueError(f"gamma must be positive or 'auto', got {gamma!r}")
         gamma = float(gamma)
-        self.normalize = normalize
-        self.fuse_loss = fuse_loss
+        self.normalize = bool(normalize)
+        self.fuse_loss = bool(fuse_loss)
         if not riemannian:
             self.subspace_names = ()
-        start = torch.full((), float(gamma), device=device, dtype=dtype)
-        self.gamma = nn.Parameter(start) if learnable_gamma else gamma
+        self.gamma = empty_parameter(options) if learnable_gamma else gamma
         self.initial_gamma = gamma
         self._initial_dims = dims
-        self.weight = nn.Parameter(torch.empty(num_classes, max(dims), in_features, device=device, dtype=dtype))
+        self.weight = empty_parameter(options, num_classes, max(dims), in_features)
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(_return_to_manifold)
 
@@ -159,12 +156,20 @@ class GrassmannHead(Head):
             inside = kernels.subspace_logits(self.prepare(features), weight, 1.0)
         return (1 - inside.amax(-1).square()).clamp(0, 1)
 
-    def extra_repr(self) -> str:
+    @property
+    def options(self) -> dict[str, Any]:
         dims = self._initial_dims if self.weight.is_meta else self.dims.tolist()
-        k = dims[0] if len(set(dims)) == 1 else f"{min(dims)}..{max(dims)}"
-        gamma = "learnable" if isinstance(self.gamma, nn.Parameter) else self.gamma
-        fused = ", fuse_loss=True" if self.fuse_loss else ""
-        return f"{super().extra_repr()}, k={k}, gamma={gamma}, normalize={self.normalize}{fused}"
+        rows = self.weight.shape[1]  # of a weight that was loaded, no class may have all of them
+        learnable = isinstance(self.gamma, nn.Parameter)
+        return {
+            "k": rows if max(dims) < rows or len(set(dims)) == 1 else dims,
+            "gamma": self.initial_gamma if learnable else self.gamma,
+            "normalize": self.normalize,
+            "learnable_gamma": learnable,
+            "riemannian": bool(self.subspace_names),
+            "fuse_loss": self.fuse_loss,
+            **super().options,
+        }
 
 
 def _is_sequence(k: Any) -> bool:

@@ -1,9 +1,10 @@
 """One vector a class: the softmax baseline, `nn.Linear` under the contract of a head."""
 
-import torch
+from typing import Any, Unpack
+
 from torch import Tensor, nn
 
-from grassy.heads.base import Head, check_booleans, init_like_linear, linear
+from grassy.heads.base import Head, HeadOptions, check_booleans, empty_parameter, init_like_linear, linear
 
 
 class LinearHead(Head):
@@ -15,16 +16,14 @@ class LinearHead(Head):
         self,
         in_features: int,
         num_classes: int,
+        *,
         bias: bool = True,
-        dropout: float = 0.0,
-        standardize: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[HeadOptions],
     ) -> None:
-        super().__init__(in_features, num_classes, dropout, standardize, device, dtype)
+        super().__init__(in_features, num_classes, **options)
         check_booleans(bias=bias)
-        self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype)) if bias else None
+        self.weight = empty_parameter(options, num_classes, in_features)
+        self.bias = empty_parameter(options, num_classes) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -32,6 +31,10 @@ class LinearHead(Head):
         init_like_linear(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"bias": self.bias is not None, **super().options}
 
     def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
         return linear(features, self.weight, self.bias)

@@ -1,9 +1,20 @@
 """Several linear layers side by side: the paper's MultiFC, an ensemble that shares its features."""
 
+from typing import Any, Unpack
+
 import torch
 from torch import Tensor, nn
 
-from grassy.heads.base import Head, check_booleans, init_like_linear, linear, positive_integer, with_classes_last
+from grassy.heads.base import (
+    Head,
+    HeadOptions,
+    check_booleans,
+    empty_parameter,
+    init_like_linear,
+    linear,
+    positive_integer,
+    with_classes_last,
+)
 from grassy.heads.request import Criterion
 
 
@@ -19,18 +30,16 @@ class MultiHead(Head):
         self,
         in_features: int,
         num_classes: int,
+        *,
         layers: int = 8,
         bias: bool = True,
-        dropout: float = 0.0,
-        standardize: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[HeadOptions],
     ) -> None:
-        super().__init__(in_features, num_classes, dropout, standardize, device, dtype)
+        super().__init__(in_features, num_classes, **options)
         layers = positive_integer("layers", layers)
         check_booleans(bias=bias)
-        self.weight = nn.Parameter(torch.empty(layers, num_classes, in_features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(layers, num_classes, device=device, dtype=dtype)) if bias else None
+        self.weight = empty_parameter(options, layers, num_classes, in_features)
+        self.bias = empty_parameter(options, layers, num_classes) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -55,5 +64,6 @@ class MultiHead(Head):
         each = self.logits_of_each_layer(features).unbind(-2)
         return torch.stack([with_classes_last(criterion, logits, target) for logits in each]).mean(0)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, layers={self.weight.shape[0]}"
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"layers": self.weight.shape[0], "bias": self.bias is not None, **super().options}

@@ -1,9 +1,19 @@
 """Several directions a class, softly assigned (Qian et al. 2019)."""
 
-import torch
-from torch import Tensor, nn
+from typing import Any, Unpack
 
-from grassy.heads.base import Head, init_like_linear, nonnegative, positive, positive_integer
+import torch
+from torch import Tensor
+
+from grassy.heads.base import (
+    Head,
+    HeadOptions,
+    empty_parameter,
+    init_like_linear,
+    nonnegative,
+    positive,
+    positive_integer,
+)
 from grassy.heads.cosine import cosines
 from grassy.heads.request import Criterion
 from grassy.kernels import unit
@@ -23,21 +33,19 @@ class SoftTripleHead(Head):
         self,
         in_features: int,
         num_classes: int,
+        *,
         centers: int = 8,
         scale: float = 20.0,
         gamma: float = 0.1,
         tau: float = 0.2,
         margin: float = 0.01,
-        dropout: float = 0.0,
-        standardize: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[HeadOptions],
     ) -> None:
-        super().__init__(in_features, num_classes, dropout, standardize, device, dtype)
+        super().__init__(in_features, num_classes, **options)
         centers = positive_integer("centers", centers)
         self.scale, self.gamma = positive("scale", scale), positive("gamma", gamma)
         self.tau, self.margin = nonnegative("tau", tau), nonnegative("margin", margin)
-        self.weight = nn.Parameter(torch.empty(num_classes, centers, in_features, device=device, dtype=dtype))
+        self.weight = empty_parameter(options, num_classes, centers, in_features)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -66,8 +74,7 @@ class SoftTripleHead(Head):
         loss = super().loss(features, target, criterion)
         return loss + self.tau * self.regularizer() if self.training else loss
 
-    def extra_repr(self) -> str:
-        return (
-            f"{super().extra_repr()}, centers={self.weight.shape[1]}, scale={self.scale}, gamma={self.gamma}, "
-            f"tau={self.tau}, margin={self.margin}"
-        )
+    @property
+    def options(self) -> dict[str, Any]:
+        own = {"scale": self.scale, "gamma": self.gamma, "tau": self.tau, "margin": self.margin}
+        return {"centers": self.weight.shape[1], **own, **super().options}
