@@ -4,6 +4,7 @@ from grassy._version import __version__
 from grassy.criteria import create_criterion
 from grassy.heads import GrassmannHead, Head, LinearHead, create_head
 from grassy.inference.load import load
+from grassy.inference.save import save
 from grassy.loss import classification_loss
 from grassy.optim import AveragedModel, RiemannianSGD, clip_grad_norm_, make_optimizer
 from grassy.surgery import replace_head
@@ -22,4 +23,5 @@ __all__ = [
     "load",
     "make_optimizer",
     "replace_head",
+    "save",
 ]

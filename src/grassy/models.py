@@ -48,4 +48,5 @@ def resnet18_cifar(pretrained: bool = False, **options: Any) -> nn.Module:
     model.conv1 = nn.Conv2d(first.in_channels, first.out_channels, 3, padding=1, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
     model.maxpool = nn.Identity()
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, "architecture": "resnet18_cifar"}
     return model

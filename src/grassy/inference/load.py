@@ -29,6 +29,7 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn
         raise ValueError(f"{file} does not hold the weights that it describes: {error}") from None
     model.pretrained_cfg = model.default_cfg = {  # type: ignore[assignment]
         "architecture": description.model,
+        "model_kwargs": options,
         "num_classes": description.num_classes,
         "input_size": (3, description.img_size, description.img_size),
         "crop_pct": description.crop_pct,

@@ -1,0 +1,148 @@
+"""`grassy.save`: a model in one file, from which `grassy.load` and all commands build it again."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import swa_utils
+
+from grassy._version import __version__
+from grassy.heads import Head, describe, heads_of
+from grassy.models import create_model, import_timm
+from grassy.runs.weights import Description, save_weights
+
+
+def save(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    class_names: Sequence[str] | None = None,
+    img_size: int | None = None,
+    *,
+    architecture: str | None = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+    crop_pct: float | None = None,
+    interpolation: str | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    epoch: int | None = None,
+    metrics: Mapping[str, float] | None = None,
+) -> None:
+    """Write a timm model with a head of grassy's into a .safetensors file, with all that `grassy.load` needs to know.
+
+    Head, classes, architecture and the preparation of images are read off the model. What timm does not know of it must
+    be given: `model_kwargs` if it was built with options, `architecture` if timm did not build it, and the preparation
+    of images if yours was another than timm's for this model. Before writing, the model is built again from the
+    description alone: a ValueError says if that has other weights or other logits.
+
+    model: may be wrapped in DDP, torch.compile or an average; what is inside is saved.
+    class_names: in the order of the labels.
+    img_size, crop_pct, interpolation, mean, std: how images are prepared for inference; by default as timm says.
+    epoch, metrics: to be kept with the weights, for your information.
+    """
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise ValueError(f"path must end in .safetensors, got {path}")
+    model = unwrapped(model)
+    head = _head_of(model)
+    config = getattr(model, "pretrained_cfg", None) or {}
+    architecture = _checked_architecture(model, architecture or config.get("architecture"))
+    names = config.get("label_names") if class_names is None else class_names
+    if names is not None and len(names) > head.num_classes:
+        raise ValueError(f"class_names has {len(names)} names, but the head has {head.num_classes} classes")
+    prepared = _preparation(model)
+    given = {"img_size": img_size, "crop_pct": crop_pct, "interpolation": interpolation, "mean": mean, "std": std}
+    description = Description(
+        model=architecture,
+        num_classes=head.num_classes,
+        head=describe(head),
+        model_kwargs=dict(config.get("model_kwargs", {}) if model_kwargs is None else model_kwargs),
+        class_names=None if names is None else [str(name) for name in names],
+        epoch=epoch,
+        metrics=dict(metrics or {}),
+        version=__version__,
+        **{**prepared, **{name: value for name, value in given.items() if value is not None}},
+    )
+    _check_that_it_can_be_built_again(model, description)
+    save_weights(model, description, path)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile, DDP or an average of models."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel | swa_utils.AveragedModel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _head_of(model: nn.Module) -> Head:
+    """The head of a model; of several, which must be alike, the first."""
+    heads = heads_of(model)
+    if not heads:
+        raise ValueError(f"{type(model).__name__} has no head of grassy's: call grassy.replace_head(model, ...) first")
+    if any(describe(head) != describe(heads[0]) or head.num_classes != heads[0].num_classes for head in heads):
+        raise ValueError(f"{type(model).__name__} has heads with different options: a file describes one head only")
+    return heads[0]
+
+
+def _checked_architecture(model: nn.Module, name: str | None) -> str:
+    if name is None or not import_timm().is_model(name):
+        what = (
+            f"cannot tell the architecture of {type(model).__name__}" if name is None else f"timm has no model {name!r}"
+        )
+        raise ValueError(f"{what}: pass the name of a timm model, such as architecture='resnet18'")
+    return name
+
+
+def _preparation(model: nn.Module) -> dict[str, Any]:
+    import_timm()
+    from timm.data import resolve_model_data_config
+
+    known = resolve_model_data_config(model)
+    return {
+        "img_size": known["input_size"][-1],
+        "crop_pct": known["crop_pct"],
+        "interpolation": known["interpolation"],
+        "mean": tuple(known["mean"]),
+        "std": tuple(known["std"]),
+    }
+
+
+def _check_that_it_can_be_built_again(model: nn.Module, description: Description) -> None:
+    """Raise a ValueError if the description gives a model of other weights, or other logits on an image of noise."""
+    hint = "pass model_kwargs={...}, the options it was built with, or another architecture="
+    with torch.random.fork_rng(devices=[]):
+        again = create_model(description.model, description.num_classes, description.head, description.model_kwargs)
+        image = torch.randn(1, description.model_kwargs.get("in_chans", 3), description.img_size, description.img_size)
+    try:
+        again.load_state_dict(model.state_dict())
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise ValueError(f"the model has other weights than timm's {description.model} ({reason}): {hint}") from None
+    weight = next(model.parameters())
+    again, image = again.to(weight.device, weight.dtype).eval(), image.to(weight.device, weight.dtype)
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        with torch.no_grad():
+            expected, found = model(image).float(), again(image).float()
+    except (AssertionError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"the model does not take images of {description.img_size} pixels ({reason}): pass img_size=..."
+        ) from None
+    finally:
+        for module, training in modes:
+            module.training = training
+    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=0, atol=1e-3 * _size(expected)):
+        raise ValueError(f"the model has other logits than timm's {description.model} with the same weights: {hint}")
+
+
+def _size(logits: torch.Tensor) -> float:
+    return max(1e-6, float(logits.nan_to_num().abs().max()))

@@ -1,0 +1,135 @@
+"""grassy.save writes a file from which grassy.load gives the same logits, and refuses what it cannot describe."""
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+import grassy
+from grassy.models import import_timm
+from grassy.runs.weights import read_description
+
+timm = import_timm()
+C = 5
+HEADS = [
+    ("linear", {"bias": False}),
+    ("cosine", {"learnable_scale": True}),
+    ("arcface", {"scale": 30.0, "margin": 0.2}),
+    ("multi", {"layers": 3}),
+    ("softtriple", {"centers": 2}),
+    ("subcenter-arcface", {"centers": 3}),
+    ("grassmann", {"k": [1, 2, 3, 4, 2]}),
+    ("grassmann", {"k": 3, "gamma": "auto", "standardize": True}),
+    ("grassmann", {"k": 3, "gamma": 9.0, "learnable_gamma": True, "normalize": False, "riemannian": False}),
+]
+
+
+def a_model(head="grassmann", architecture="test_resnet", options=None, **head_options):
+    model = timm.create_model(architecture, num_classes=C, **(options or {}))
+    grassy.replace_head(model, head, **head_options)
+    return model
+
+
+def logits(model, size=32):
+    with torch.no_grad():
+        return model.eval()(torch.linspace(-1, 1, 2 * 3 * size * size).reshape(2, 3, size, size))
+
+
+@pytest.mark.parametrize(("head", "options"), HEADS)
+def test_a_trained_model_comes_back_with_the_same_logits(head, options, tmp_path):
+    model = a_model(head, **options)
+    optimizer = grassy.make_optimizer(model, "sgd", lr=0.05)
+    for _ in range(2):
+        optimizer.zero_grad()
+        grassy.classification_loss(model, torch.randn(4, 3, 32, 32), torch.randint(0, C, (4,))).backward()
+        optimizer.step()
+    random = torch.get_rng_state()
+    grassy.save(model, tmp_path / "model.safetensors")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.training
+    again = grassy.load(tmp_path / "model.safetensors")
+    assert torch.equal(logits(again), logits(model))
+    assert grassy.heads.describe(again.fc) == grassy.heads.describe(model.fc)
+    grassy.save(again, tmp_path / "again.safetensors")
+    assert read_description(tmp_path / "again.safetensors") == read_description(tmp_path / "model.safetensors")
+
+
+def test_the_file_says_how_images_are_prepared_as_timm_or_the_caller_does(tmp_path):
+    model, file = a_model(k=2), tmp_path / "new" / "model.safetensors"
+    grassy.save(model, file)
+    about = read_description(file)
+    assert (about.model, about.num_classes, about.img_size, about.crop_pct) == ("test_resnet", C, 160, 0.95)
+    assert (about.interpolation, about.mean, about.std) == ("bilinear", (0.5,) * 3, (0.5,) * 3)
+    assert (about.class_names, about.version) == (None, grassy.__version__)
+    names = ["ant", "bee", "cat", "dog", "elk"]
+    mean, std = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
+    prepared = {"crop_pct": 1.0, "interpolation": "bicubic", "mean": mean, "std": std}
+    grassy.save(model, file, names, 64, epoch=3, metrics={"top1": 71.5}, **prepared)
+    about = read_description(file)
+    assert (about.class_names, about.img_size, about.mean, about.std) == (names, 64, mean, std)
+    assert (about.crop_pct, about.interpolation, about.epoch, about.metrics) == (1.0, "bicubic", 3, {"top1": 71.5})
+    assert grassy.load(file).pretrained_cfg["label_names"] == names
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, grassy.AveragedModel, nn.DataParallel])
+def test_what_is_inside_a_wrapper_is_saved(wrap, tmp_path):
+    model = a_model(k=2)
+    grassy.save(wrap(model), tmp_path / "model.safetensors")
+    assert torch.equal(logits(grassy.load(tmp_path / "model.safetensors")), logits(model))
+
+
+def test_options_of_the_model_must_be_given_and_are_kept(tmp_path):
+    file, options = tmp_path / "model.safetensors", {"img_size": 32, "patch_size": 8, "depth": 2}
+    model = a_model(architecture="vit_tiny_patch16_224", options=options, k=2)
+    with pytest.raises(ValueError, match=r"other weights than timm's vit_tiny_patch16_224 .*pass model_kwargs="):
+        grassy.save(model, file)
+    assert not file.exists()
+    with pytest.raises(ValueError, match=r"the model does not take images of 224 pixels .*: pass img_size="):
+        grassy.save(model, file, model_kwargs=options)
+    grassy.save(model, file, img_size=32, model_kwargs=options)
+    again = grassy.load(file)
+    assert torch.equal(logits(again), logits(model))
+    grassy.save(again, file)  # it knows them by now
+
+
+def test_a_model_with_the_same_weights_but_another_function_is_refused(tmp_path):
+    model = a_model(options={"act_layer": nn.SiLU}, k=2)
+    with pytest.raises(ValueError, match="other logits than timm's test_resnet with the same weights: pass"):
+        grassy.save(model, tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_models_that_timm_did_not_build_need_a_name(tmp_path):
+    model = torchvision.models.resnet18(num_classes=C)
+    file = tmp_path / "model.safetensors"
+    with pytest.raises(ValueError, match=r"ResNet has no head of grassy's: call grassy.replace_head"):
+        grassy.save(model, file)
+    grassy.replace_head(model, "grassmann", k=2)
+    with pytest.raises(ValueError, match=r"architecture of ResNet: pass the name of a timm model, such as"):
+        grassy.save(model, file)
+    with pytest.raises(ValueError, match="timm has no model 'resnet-18'"):
+        grassy.save(model, file, architecture="resnet-18")
+    with pytest.raises(ValueError, match="other weights than timm's resnet50"):
+        grassy.save(model, file, architecture="resnet50")
+    grassy.save(model, file, architecture="resnet18")
+    assert torch.allclose(logits(grassy.load(file)), logits(model), atol=1e-4)
+
+
+def test_the_model_that_grassy_adds_to_timm_knows_its_name(tmp_path):
+    model = a_model(architecture="resnet18_cifar", k=2)
+    grassy.save(model, tmp_path / "model.safetensors", img_size=32)
+    assert torch.equal(logits(grassy.load(tmp_path / "model.safetensors")), logits(model))
+
+
+def test_bad_arguments_are_refused(tmp_path):
+    model = a_model(k=2)
+    with pytest.raises(ValueError, match=r"path must end in \.safetensors, got .*model.pt"):
+        grassy.save(model, tmp_path / "model.pt")
+    with pytest.raises(ValueError, match="class_names has 6 names, but the head has 5 classes"):
+        grassy.save(model, tmp_path / "model.safetensors", list("abcdef"))
+    model.fc = nn.Sequential(model.fc, type("Mine", (grassy.LinearHead,), {})(C, C))
+    with pytest.raises(ValueError, match="Mine is not a registered head"):
+        grassy.save(model, tmp_path / "model.safetensors")
+    model.fc[1] = grassy.LinearHead(C, C)
+    with pytest.raises(ValueError, match="ResNet has heads with different options"):
+        grassy.save(model, tmp_path / "model.safetensors")
