@@ -15,7 +15,7 @@ PACKAGE = Path(grassy.__file__).parent
 # A part may import the parts of earlier layers, and itself. Parts of one layer do not import each other.
 LAYERS = [
     {"_version", "precision", "spelling", "subspaces", "torchvision_import"},
-    {"criteria", "geometry", "paper"},
+    {"geometry", "paper"},
     {"kernels"},
     {"heads", "optim"},
     {"loss", "surgery", "analysis", "transfer.solvers"},

@@ -1,13 +1,32 @@
-"""grassy: classifiers whose classes are subspaces."""
+"""grassy: classifiers whose classes are subspaces.
+
+What is here, submodules included, is imported when it is first used: `import grassy` costs nothing, `grassy --help`
+does not wait for torch, and `grassy.analysis` needs no import of its own.
+"""
+
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING, Any
 
 from grassy._version import __version__
-from grassy.criteria import create_criterion
-from grassy.heads import GrassmannHead, Head, LinearHead, create_head
-from grassy.inference.load import load
-from grassy.inference.save import save
-from grassy.loss import classification_loss
-from grassy.optim import AveragedModel, RiemannianSGD, clip_grad_norm_, make_optimizer
-from grassy.surgery import replace_head
+
+if TYPE_CHECKING:
+    from grassy import analysis as analysis
+    from grassy import data as data
+    from grassy import geometry as geometry
+    from grassy import heads as heads
+    from grassy import inference as inference
+    from grassy import kernels as kernels
+    from grassy import optim as optim
+    from grassy import report as report
+    from grassy import surgery as surgery
+    from grassy import transfer as transfer
+    from grassy.heads import GrassmannHead, Head, LinearHead, create_head
+    from grassy.inference.load import load
+    from grassy.inference.save import save
+    from grassy.loss import classification_loss, create_criterion
+    from grassy.optim import AveragedModel, RiemannianSGD, clip_grad_norm_, make_optimizer
+    from grassy.surgery import replace_head
 
 __all__ = [
     "AveragedModel",
@@ -25,3 +44,35 @@ __all__ = [
     "replace_head",
     "save",
 ]
+
+#: Where each public name comes from.
+_HOMES = {
+    "AveragedModel": "optim",
+    "GrassmannHead": "heads",
+    "Head": "heads",
+    "LinearHead": "heads",
+    "RiemannianSGD": "optim",
+    "classification_loss": "loss",
+    "clip_grad_norm_": "optim",
+    "create_criterion": "loss",
+    "create_head": "heads",
+    "load": "inference.load",
+    "make_optimizer": "optim",
+    "replace_head": "surgery",
+    "save": "inference.save",
+}
+_SUBMODULES = {module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")}
+
+if not TYPE_CHECKING:  # a type checker would take it for a module that has every name
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            value = getattr(importlib.import_module(f"grassy.{_HOMES[name]}"), name)
+            globals()[name] = value
+            return value
+        if name in _SUBMODULES:
+            return importlib.import_module(f"grassy.{name}")
+        raise AttributeError(f"module 'grassy' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, *_SUBMODULES})

@@ -5,7 +5,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,8 @@ def make_optimizer(
     head_lr: float | None = None,
     head_momentum: float = 0.9,
     *,
-    retraction: str = "geodesic",
-    transport: str = "projection",
+    retraction: Literal["geodesic", "qf"] = "geodesic",
+    transport: Literal["projection", "parallel"] = "projection",
     max_angle: float | None = None,
     bfloat16_momentum: bool = False,
     weight_decay: float = 0.0,

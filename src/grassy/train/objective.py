@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from grassy.criteria import create_criterion
+from grassy.loss import create_criterion
 from grassy.optim import make_optimizer
 from grassy.optim.joint import JointOptimizer
 from grassy.runs.recipe import Recipe
@@ -32,8 +32,8 @@ def build_optimizer(recipe: Recipe, model: nn.Module, device: torch.device, capt
         recipe.lr,
         recipe.head_lr if on_manifold else None,  # one recipe can serve as the base of another, without subspaces
         recipe.head_momentum,
-        retraction=recipe.retraction,
-        transport=recipe.transport,
+        retraction=recipe.retraction,  # type: ignore[arg-type]
+        transport=recipe.transport,  # type: ignore[arg-type]
         max_angle=recipe.max_angle,
         weight_decay=recipe.weight_decay,
         decay_all=recipe.decay_all,
