@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import grassy
-from grassy.heads import Head
+from grassy.heads import Head, heads_of
 from grassy.surgery import HeadOnMap
 
 CLASSES = 7
@@ -32,11 +32,12 @@ def all_modules(classifiers):
 def check_replacement(model, paths, call):
     """What everyone may expect of `replace_head`, whatever the model."""
     old_keys = set(model.state_dict())
-    heads = grassy.replace_head(model, "grassmann", num_classes=CLASSES, k=2)
+    head = grassy.replace_head(model, "grassmann", num_classes=CLASSES, k=2)
 
-    heads = heads if isinstance(heads, tuple) else (heads,)
+    heads = heads_of(model)
+    assert head is model.get_submodule(paths[0])
     assert paths_of(model) == paths
-    assert [model.get_submodule(path) for path in paths] == list(heads)
+    assert [model.get_submodule(path) for path in paths] == heads
     assert set(dict(grassy.subspaces.named_subspaces(model))) == {f"{path}.weight" for path in paths}
     # Only the keys of the classifier have changed: the head of a map lies one level deeper than the convolution.
     layers = tuple(f"{path.removesuffix('.head')}." for path in paths) + tuple(f"{path}." for path in paths)

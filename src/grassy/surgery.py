@@ -30,7 +30,7 @@ _ALLOWED = "an nn.Linear, a 1x1 convolution or a grassy head"
 
 def replace_head(
     model: nn.Module, name: str, num_classes: int | None = None, classifier: str | None = None, **options: Any
-) -> Head | tuple[Head, ...]:
+) -> Head:
     """Replace the classifier of an image classifier by `create_head(name, ...)`, in place, and return the new head.
 
     num_classes: None keeps the number that the classifier has.
@@ -39,8 +39,9 @@ def replace_head(
 
     The new head has the device, dtype and train/eval mode of the old layer; `num_classes`, `num_labels` and
     `config.num_labels` of the modules around it follow. A 1x1 convolution gives way to a `HeadOnMap` around the head. A
-    model with several classifiers by design (a distilled DeiT, a CrossViT) gets as many heads, returned as a tuple.
-    Auxiliary classifiers (Inception's AuxLogits) stay. If an error is raised, the model has not been changed.
+    model with several classifiers by design (a distilled DeiT, a CrossViT) gets as many heads: the first is returned,
+    and `grassy.heads.heads_of(model)` gives all. Auxiliary classifiers (Inception's AuxLogits) stay. If an error is
+    raised, the model has not been changed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
@@ -59,7 +60,7 @@ def replace_head(
         for module in _ancestors(model, path):
             _declare_classes(module, head.num_classes)
         _put_in_place(model, layer, HeadOnMap(head) if _is_pointwise(layer) else head)
-    return heads[0] if len(heads) == 1 else tuple(heads)
+    return heads[0]
 
 
 def find_classifiers(model: nn.Module) -> Layers:
