@@ -185,7 +185,7 @@ class WorkerLoader:
         self.images, self.batches, self.device, self.num_classes = images, batches, device, num_classes
         self._loader = torch.utils.data.DataLoader(
             Samples(images, transform, training=True),
-            batch_sampler=batches,  # type: ignore[arg-type]
+            batch_sampler=batches,
             **worker_options(min(workers, processors()), device),
         )
 
@@ -229,7 +229,7 @@ class ValidationLoader:
         self.images, self.device, self.num_classes = images, device, num_classes
         self._loader = torch.utils.data.DataLoader(
             Samples(images, transform, training=False),
-            batch_sampler=[own[i : i + batch_size] for i in range(0, len(own), batch_size)],  # type: ignore[arg-type]
+            batch_sampler=[own[i : i + batch_size] for i in range(0, len(own), batch_size)],
             **worker_options(min(workers, processors()), device),
         )
 

@@ -92,7 +92,7 @@ class GrassmannHead(Head):
         self._initial_dims = dims
         self.weight = empty_parameter(options, num_classes, max(dims), in_features)
         self.reset_parameters()
-        self.register_load_state_dict_pre_hook(_return_to_manifold)
+        self.register_load_state_dict_pre_hook(_return_to_manifold)  # type: ignore[no-untyped-call]
 
     def reset_parameters(self) -> None:
         """Uniformly random subspaces: the qf factor of a Gaussian matrix."""

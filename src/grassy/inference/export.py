@@ -122,7 +122,7 @@ def _write_onnx(
     written.model.metadata_props["grassy"] = text
     written.save(file)
     try:
-        import onnxruntime  # type: ignore[import-not-found, import-untyped]
+        import onnxruntime
     except ModuleNotFoundError:
         return None
     options = onnxruntime.SessionOptions()

@@ -178,7 +178,7 @@ def _logits(head: nn.Module, features: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _plain_logits(layer: nn.Module, rows: Tensor) -> Tensor:
-    return nn.functional.linear(rows, layer.weight.flatten(1), layer.bias)  # type: ignore[union-attr, operator, arg-type]
+    return nn.functional.linear(rows, layer.weight.flatten(1), layer.bias)  # type: ignore[operator, arg-type]
 
 
 def _nearest(distance: Tensor) -> list[list[list[float]]]:
