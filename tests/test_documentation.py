@@ -18,6 +18,7 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_the_python_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a page may save files
@@ -39,6 +40,7 @@ def test_the_make_targets_and_files_that_a_page_names_exist(page):
         assert len(links) > 3
 
 
+@pytest.mark.slow
 def test_the_four_lines_of_the_readme_lead_from_installing_to_predictions(tmp_path):
     (block,) = [block for block in blocks(PAGES[0], "bash") if "grassy train" in block]
     install, *commands = block.splitlines()

@@ -79,6 +79,7 @@ TIMM = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TIMM)
 def test_the_classifier_of_a_timm_model_is_replaced(name):
     options, paths, size = TIMM[name]

@@ -13,6 +13,7 @@ def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a CPU build of torch")
 def test_timm_imports_after_it_and_without_it_the_known_error_is_the_only_one():
     bare = run("import torchvision")

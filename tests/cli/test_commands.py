@@ -28,6 +28,7 @@ def run_module(*arguments):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_python_m_grassy_is_the_command_and_its_exit_code_is_the_one_of_main():
     version = run_module("--version")
     assert (version.returncode, version.stdout) == (0, f"grassy {grassy.__version__}\n")
@@ -171,6 +172,7 @@ def _raises(error):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "code"), [(["recipes", "digits-*"], 0), (["recipes", "no-such-*"], 2)])
 def test_a_process_of_torchrun_ends_at_once_with_all_it_said(words, code):
     """It leaves without the interpreter's clean-up, in which threads of gloo may abort it."""

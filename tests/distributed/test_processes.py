@@ -1,5 +1,6 @@
 """Two processes under DDP (gloo, CPU) train one model."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -7,6 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import grassy
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 WORLD = 2
 

@@ -117,6 +117,7 @@ def test_half_precision_features_are_taken_by_a_float32_head(name, dtype):
     assert torch.allclose(head(x.to(dtype)), head(x), rtol=0.03, atol=0.2)
 
 
+@pytest.mark.slow
 @every_head
 @pytest.mark.parametrize("mode", ["evaluation", "training"])
 def test_it_compiles_without_a_graph_break(name, mode):

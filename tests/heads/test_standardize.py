@@ -150,6 +150,7 @@ def test_gradients_are_right(name, mode):
     assert torch.autograd.gradcheck(lambda features: head.loss(features, y, nn.functional.cross_entropy), (x,))
 
 
+@pytest.mark.slow
 @every_head
 @pytest.mark.parametrize("mode", ["evaluation", "training"])
 def test_it_compiles_without_a_graph_break(name, mode):
@@ -245,6 +246,7 @@ def test_replaced_in_a_model_it_learns_and_features_are_those_before_it(name):
     assert torch.equal(seen["3"], model[:3](x))
 
 
+@pytest.mark.slow
 def test_a_run_saves_resumes_exports_and_is_fine_tuned_with_its_statistics(tmp_path):
     data = tiny_arrays(tmp_path / "data")
     recipe = tiny_recipe(**{"head.standardize": True, "head.gamma": "auto", "model_ema": True, "model_ema_decay": 0.5})

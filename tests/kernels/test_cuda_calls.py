@@ -10,7 +10,7 @@ from grassy.kernels.cuda import nvrtc
 from grassy.kernels.cuda import step as cuda_step
 from grassy.kernels.cuda import stream as cuda_stream
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = pytest.mark.gpu
 
 
 def test_a_kernel_that_cannot_be_compiled_leaves_the_work_to_others(monkeypatch):

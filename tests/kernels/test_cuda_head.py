@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import grassy
 from grassy import geometry, kernels
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = pytest.mark.gpu
 
 LARGE = [(257, 1000, 8, 768), (64, 1000, 3, 384), (1024, 1000, 1, 512)]
 

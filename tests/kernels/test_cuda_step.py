@@ -10,7 +10,7 @@ from grassy import kernels
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = pytest.mark.gpu
 
 F64, BF16 = torch.float64, torch.bfloat16
 # One class, many classes, odd widths, slices over clusters of all sizes, all sizes of block.

@@ -131,6 +131,7 @@ def test_huge_gradients_turn_a_class_by_the_largest_angle_allowed():
     assert torch.allclose(g.principal_angles(w, moved)[:, -1], torch.tensor(0.1), rtol=0.01)
 
 
+@pytest.mark.slow
 def test_float32_stays_orthonormal_over_20000_steps_with_random_gradients():
     w = g.random_subspace(20, 8, 64)
     buffer, worst = torch.zeros_like(w), 0.0

@@ -199,6 +199,7 @@ def test_the_state_of_another_kind_of_optimizer_is_refused():
         grassy.make_optimizer(model, "sgd", lr=0.1, weight_decay=0.1).load_state_dict(saved["sgd"])
 
 
+@pytest.mark.slow
 def test_lightning_trains_it_like_any_other_optimizer(tmp_path):
     lightning = pytest.importorskip("lightning")
 

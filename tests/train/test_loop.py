@@ -180,6 +180,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_a_terminal_sees_a_bar_and_a_file_sees_lines(tmp_path):
     import pty
 

@@ -37,6 +37,7 @@ class StopAfter:
         monkeypatch.setattr(loop, "look", look)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("updates", [3, 5, 7], ids=["in an epoch", "at its end", "in the next"])
 @pytest.mark.parametrize(
     "changes",
@@ -274,6 +275,7 @@ def train_in_a_process_of_its_own(recipe, data, output, budget):
     return process.exitcode
 
 
+@pytest.mark.slow
 def test_killed_ten_times_while_saving_it_always_finds_a_whole_checkpoint_and_ends_the_same(tmp_path):
     """Killed after a random number of bytes of the files that a run writes, up to two and a half savings."""
     data = tiny_arrays(tmp_path / "data")
@@ -338,6 +340,7 @@ def test_a_worker_that_outlives_a_killed_process_does_not_keep_its_folder(tmp_pa
         second.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_finishes_the_update_saves_and_exits_cleanly(tmp_path, number):
     data = tiny_arrays(tmp_path / "data")

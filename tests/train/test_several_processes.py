@@ -13,6 +13,8 @@ from grassy.runs.weights import LAST, read_weights
 from grassy.train.loop import train
 from training_cases import tiny_arrays, tiny_recipe
 
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
 
 def torchrun(folder, recipe, data, output, *settings):
     file = folder / f"{output.name}.yaml"

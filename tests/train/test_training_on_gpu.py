@@ -10,7 +10,7 @@ import grassy
 from grassy import geometry as g
 from grassy import kernels
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = pytest.mark.gpu
 
 F64 = torch.float64
 

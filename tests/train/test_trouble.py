@@ -124,6 +124,7 @@ def test_broken_images_are_named_counted_and_survived(tmp_path, capsys):
     assert "(2 skipped so far)" in said
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_the_old_checkpoint_stays(tmp_path):
     data = tiny_arrays(tmp_path / "data")
     train(tiny_recipe(epochs=1), data, tmp_path / "run")
