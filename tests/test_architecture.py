@@ -68,8 +68,8 @@ def imports_of(path, package):
         elif isinstance(node, ast.ImportFrom):
             start = here[: len(here) + 1 - node.level] if node.level else []
             base = ".".join([*start, *([node.module] if node.module else [])])
-            for alias in node.names:
-                yield f"{base}.{alias.name}" if is_module(f"{base}.{alias.name}") else base
+            names = (f"{base}.{alias.name}" for alias in node.names)
+            yield from dict.fromkeys(name if is_module(name) else base for name in names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
             what = node.args[0]
             yield what.value if isinstance(what, ast.Constant) else ast.unparse(what)

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from report_cases import make_run, tiny_images
 
 import grassy
 from grassy import analysis, geometry
@@ -23,12 +22,16 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def data(tiny_images, tmp_path_factory):
     return tiny_images(tmp_path_factory.mktemp("data"), classes=5)
 
 
-def run_of(folder, **head):
-    return make_run(folder, {"name": "grassmann", "k": 3, **head} if "name" not in head else head, classes=5)
+@pytest.fixture
+def run_of(make_run):
+    def make(folder, **head):
+        return make_run(folder, {"name": "grassmann", "k": 3, **head} if "name" not in head else head, classes=5)
+
+    return make
 
 
 def features_of(run, data):
@@ -51,7 +54,7 @@ def test_features_meet_the_subspaces_as_the_head_sees_them():
     assert head.training  # as it was
 
 
-def test_the_scalars_are_those_of_the_analysis_functions(tmp_path, data):
+def test_the_scalars_are_those_of_the_analysis_functions(run_of, tmp_path, data):
     run = run_of(tmp_path / "run")
     result = analyze(run, data, device="cpu")
     head, features, labels = features_of(run, data)
@@ -78,7 +81,7 @@ def test_the_scalars_are_those_of_the_analysis_functions(tmp_path, data):
     assert result["scalars"]["nc3"] is None  # not defined for subspaces
 
 
-def test_what_is_said_of_a_class_agrees_with_a_plain_loop(tmp_path, data):
+def test_what_is_said_of_a_class_agrees_with_a_plain_loop(run_of, tmp_path, data):
     run = run_of(tmp_path / "run")
     result = analyze(run, data, device="cpu")
     head, features, labels = features_of(run, data)
@@ -104,7 +107,7 @@ def test_what_is_said_of_a_class_agrees_with_a_plain_loop(tmp_path, data):
     assert own["dimension"] == [3] * 5
 
 
-def test_packed_angles_come_back_to_the_stated_precision(tmp_path, data):
+def test_packed_angles_come_back_to_the_stated_precision(run_of, tmp_path, data):
     run = run_of(tmp_path / "run")
     analyze(run, data, device="cpu")
     written = json.loads((run / "analysis.json").read_text())
@@ -126,7 +129,7 @@ def test_packing_keeps_the_ends_of_the_range_and_absent_angles():
         unpack_angles({**pack_angles(degrees, 90.0), "data": "AAAA"})
 
 
-def test_a_head_of_vectors_has_one_angle_a_pair_up_to_180_degrees(tmp_path, data):
+def test_a_head_of_vectors_has_one_angle_a_pair_up_to_180_degrees(run_of, tmp_path, data):
     run = run_of(tmp_path / "run", name="linear")
     result = analyze(run, data, device="cpu")
     weight = load(run).get_classifier().weight.detach()
@@ -181,7 +184,7 @@ def test_more_classes_than_all_pairs_can_be_held_of_are_refused():
         describe(grassy.GrassmannHead(8, 8000, k=8), None)
 
 
-def test_without_data_the_weights_alone_are_measured(tmp_path):
+def test_without_data_the_weights_alone_are_measured(run_of, tmp_path):
     run = run_of(tmp_path / "run")
     result = analyze(run, device="cpu")
     assert result["data"] is None
@@ -193,7 +196,7 @@ def test_without_data_the_weights_alone_are_measured(tmp_path):
     assert math.isclose(result["angles"]["limit"], 90)
 
 
-def test_bad_input_is_one_sentence_and_leaves_no_file(tmp_path, data):
+def test_bad_input_is_one_sentence_and_leaves_no_file(run_of, make_run, tmp_path, data):
     run = run_of(tmp_path / "run")
     with pytest.raises(ValueError, match="does not exist"):
         analyze(run, tmp_path / "nowhere", device="cpu")

@@ -7,7 +7,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from report_cases import make_run, random_run, tiny_images
 
 from grassy import cli
 from grassy.data.images import open_images
@@ -22,7 +21,7 @@ def data_of(page):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
 
 
-def test_the_page_refers_to_nothing_outside_of_itself():
+def test_the_page_refers_to_nothing_outside_of_itself(random_run):
     page = render_page([random_run("a", 4, k=2), random_run("b", 4, head="linear")])
     assert not re.search(r"https?:|//cdn|@import|\bimport[ (]|\bfetch\(|XMLHttpRequest|WebSocket", page)
     references = re.findall(r"""(?:src|href)\s*=\s*["']([^"']*)""", page)
@@ -33,7 +32,7 @@ def test_the_page_refers_to_nothing_outside_of_itself():
 
 
 @pytest.mark.slow
-def test_a_thousand_classes_of_eight_angles_and_samples_stay_below_12_megabytes():
+def test_a_thousand_classes_of_eight_angles_and_samples_stay_below_12_megabytes(random_run):
     torch.manual_seed(0)
     names = [f"n{i:08d} a synset of words" for i in range(1000)]
     samples = [["data:image/jpeg;base64," + "A" * 2400] for _ in names]  # about the budget of sample_images
@@ -41,7 +40,7 @@ def test_a_thousand_classes_of_eight_angles_and_samples_stay_below_12_megabytes(
     assert len(page.encode()) < 12e6
 
 
-def test_a_hostile_class_name_appears_only_escaped(tmp_path):
+def test_a_hostile_class_name_appears_only_escaped(random_run, tmp_path):
     evil = [HOSTILE, "</script><script>alert(2)</script>", "<!--", "{{data}}"]
     run = random_run(f"run {HOSTILE}", 4, k=2, names=evil)
     page = render_page([run], title=HOSTILE)
@@ -52,7 +51,7 @@ def test_a_hostile_class_name_appears_only_escaped(tmp_path):
     assert data_of(page)["runs"][0]["analysis"]["per_class"]["name"] == evil  # and is whole in the data
 
 
-def test_the_data_of_the_page_is_the_analysis(tmp_path):
+def test_the_data_of_the_page_is_the_analysis(tiny_images, make_run, tmp_path):
     runs = [make_run(tmp_path / name, {"name": name}) for name in ("grassmann", "linear")]
     data = tiny_images(tmp_path / "data")
     written = report(runs, tmp_path / "out" / "report.html", data, device="cpu")
@@ -66,7 +65,7 @@ def test_the_data_of_the_page_is_the_analysis(tmp_path):
     assert shown[1]["samples"] == 0  # the same as those of run 0
 
 
-def test_an_analysis_is_made_again_when_the_weights_have_changed_or_data_is_given(tmp_path):
+def test_an_analysis_is_made_again_when_the_weights_have_changed_or_data_is_given(make_run, tiny_images, tmp_path):
     run, page = make_run(tmp_path / "run", {"name": "linear"}), tmp_path / "report.html"
     report([run], page, device="cpu")
     first = (run / "analysis.json").read_text()
@@ -94,7 +93,7 @@ def test_curves_skip_what_is_empty_or_not_a_number(tmp_path):
     assert read_curves(tmp_path / "summary.csv") == {"epoch": [0, 1], "train_loss": [1.5, None]}
 
 
-def test_samples_keep_to_their_budget_and_give_each_class_one_before_any_a_second(tmp_path):
+def test_samples_keep_to_their_budget_and_give_each_class_one_before_any_a_second(tiny_images, tmp_path):
     images = open_images("", tiny_images(tmp_path), "test")
     everything = sample_images(images, 5)
     assert [len(own) for own in everything] == [4] * 5
@@ -103,7 +102,7 @@ def test_samples_keep_to_their_budget_and_give_each_class_one_before_any_a_secon
     assert [len(own) for own in some] == [1] * 5
 
 
-def test_bad_input_is_one_sentence(tmp_path):
+def test_bad_input_is_one_sentence(tiny_images, make_run, tmp_path):
     with pytest.raises(ValueError, match="at least one run"):
         report([], tmp_path / "report.html")
     with pytest.raises(ValueError, match="is a folder"):
@@ -117,12 +116,12 @@ def test_bad_input_is_one_sentence(tmp_path):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_run_without_curves_or_samples_is_enough_for_a_page():
+def test_a_run_without_curves_or_samples_is_enough_for_a_page(random_run):
     run = random_run("a", 1, k=1)
     assert "grassy report" in render_page([PageRun("a", run.analysis)])
 
 
-def test_samples_are_of_the_images_that_an_earlier_analysis_measured(tmp_path):
+def test_samples_are_of_the_images_that_an_earlier_analysis_measured(tiny_images, make_run, tmp_path):
     data, run = tiny_images(tmp_path / "data"), make_run(tmp_path / "run", {"name": "grassmann", "k": 2})
     bright = tiny_images(tmp_path / "bright")
     with np.load(bright / "test.npz") as file:
@@ -133,7 +132,7 @@ def test_samples_are_of_the_images_that_an_earlier_analysis_measured(tmp_path):
     assert pages[2].samples == pages[1].samples
 
 
-def test_runs_that_were_measured_on_different_images_are_told_apart(tmp_path, capsys):
+def test_runs_that_were_measured_on_different_images_are_told_apart(tiny_images, make_run, tmp_path, capsys):
     runs, data = [make_run(tmp_path / name, {"name": "linear"}) for name in "ab"], tiny_images(tmp_path / "data")
     (data / "train.npz").write_bytes((data / "test.npz").read_bytes())
     page = str(tmp_path / "report.html")

@@ -3,10 +3,8 @@
 import dataclasses
 import json
 
-import chromium
 import pytest
 import torch
-from report_cases import make_run, random_run, tiny_images
 
 from grassy.report.packing import unpack_angles
 from grassy.report.page import of_paper, report, write_page
@@ -17,14 +15,7 @@ NAMES = ["cat", HOSTILE, "dog", "snowy owl", "newt"]
 
 
 @pytest.fixture(scope="module")
-def window():
-    with chromium.browser() as browser:
-        browser.emulate(1200, 1600)
-        yield browser
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(make_run, tiny_images, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     heads = {
         "subspaces": {"name": "grassmann", "k": 3},
@@ -103,7 +94,7 @@ def test_the_slider_changes_the_picture(page):
     assert page.text("#angle-label") == "3rd of 3, largest"
 
 
-def test_the_papers_figures_stand_beside_the_measures_of_its_recipes(window, tmp_path):
+def test_the_papers_figures_stand_beside_the_measures_of_its_recipes(random_run, window, tmp_path):
     figures = of_paper({"paper": "resnet50d-grassmann"})
     assert figures == {"top1": 79.26, "top5": 94.44, "variability": 63.49, "class_separation": 0.43}
     assert of_paper({"paper": ""}) == of_paper({}) == {}
@@ -181,7 +172,7 @@ def test_two_runs_can_be_compared(page, runs):
 
 
 @pytest.fixture
-def odd_page(window, tmp_path):
+def odd_page(random_run, window, tmp_path):
     """Runs with names that are hard to show, one run with other classes, and curves in a narrow range."""
     names = [
         "crane",
@@ -302,7 +293,7 @@ def test_it_fits_a_phone_and_follows_the_theme(page):
         page.emulate(1200, 1600)
 
 
-def test_a_click_among_a_thousand_classes_is_answered_at_once(window, tmp_path):
+def test_a_click_among_a_thousand_classes_is_answered_at_once(random_run, window, tmp_path):
     """In the handler of the event itself, nothing is put off; how long that takes is printed, not judged."""
     torch.manual_seed(0)
     write_page([random_run("large", 1000, k=8, width=64)], tmp_path / "large.html")

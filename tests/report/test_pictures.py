@@ -8,33 +8,38 @@ import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
-from report_cases import random_run
 
 from grassy import paper
 from grassy.report import pictures, toy
 from grassy.report.packing import pack_angles, unpack_angles
 
-SUBSPACES = random_run(
-    "a", 6, k=3, width=12, names=["$x_1$", "b", "c", "d", "e", "a very long name of a class"]
-).analysis
-VECTORS = random_run("b", 6, width=12, head="linear").analysis
+
+@pytest.fixture
+def subspaces(random_run):
+    names = ["$x_1$", "b", "c", "d", "e", "a very long name of a class"]
+    return random_run("a", 6, k=3, width=12, names=names).analysis
+
+
+@pytest.fixture
+def vectors(random_run):
+    return random_run("b", 6, width=12, head="linear").analysis
 
 
 def shown(figure, panel=0):
     return figure.axes[panel].images[0].get_array()
 
 
-def test_a_heatmap_shows_the_chosen_angle_in_the_chosen_order():
-    degrees = unpack_angles(SUBSPACES["angles"])
+def test_a_heatmap_shows_the_chosen_angle_in_the_chosen_order(subspaces, vectors):
+    degrees = unpack_angles(subspaces["angles"])
     for order in ("index", "name", "cluster", [5, 4, 3, 2, 1, 0]):
-        places = order if isinstance(order, list) else SUBSPACES["orders"][order]
-        picture = shown(pictures.angle_heatmap(SUBSPACES, angle=2, order=order))
+        places = order if isinstance(order, list) else subspaces["orders"][order]
+        picture = shown(pictures.angle_heatmap(subspaces, angle=2, order=order))
         for row, i in enumerate(places):
             for column, j in enumerate(places):
                 assert picture.mask[row, column] if i == j else picture[row, column] == degrees[i, j, 1]
-    together = pictures.angle_heatmaps(SUBSPACES)
+    together = pictures.angle_heatmaps(subspaces)
     assert [len(axes.images) for axes in together.axes[:3]] == [1, 1, 1]
-    assert shown(pictures.angle_heatmap(VECTORS)).max() > 90
+    assert shown(pictures.angle_heatmap(vectors)).max() > 90
 
 
 def boxes(figure, texts):
@@ -46,7 +51,7 @@ def boxes(figure, texts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("classes", "angles", "long"), [(40, [1], True), (20, None, True), (28, None, False)])
-def test_the_names_of_classes_differ_and_do_not_overlap(classes, angles, long):
+def test_the_names_of_classes_differ_and_do_not_overlap(random_run, classes, angles, long):
     names = [f"{i} is the number of a class" for i in range(classes // 2)]
     names += [f"class of the number {i}" for i in range(classes - len(names))]
     names = names if long else None
@@ -60,19 +65,19 @@ def test_the_names_of_classes_differ_and_do_not_overlap(classes, angles, long):
         assert all(end <= start + 1 for (_, end), (start, _) in itertools.pairwise(spans))
 
 
-def test_too_many_names_to_be_legible_are_left_out():
+def test_too_many_names_to_be_legible_are_left_out(random_run):
     axes = pictures.angle_heatmaps(random_run("a", 70, k=2, width=12).analysis, [1]).axes[0]
     assert not axes.get_yticklabels()
     assert axes.get_xlabel() == "70 classes"
 
 
-def test_one_class_alone_has_a_picture_without_a_scale():
+def test_one_class_alone_has_a_picture_without_a_scale(random_run):
     for classes, bars in ((1, 0), (2, 1)):
         axes = pictures.angle_heatmap(random_run("a", classes, k=2, width=12).analysis).axes[0]
         assert len(axes.child_axes) == bars  # for one class it would go from -0.1 to 0.1 degrees
 
 
-def test_every_class_is_seen_where_cells_are_smaller_than_pixels():
+def test_every_class_is_seen_where_cells_are_smaller_than_pixels(random_run):
     """In a picture of 400 classes on some 130 pixels a dark class among 399 light ones leaves a trace."""
     degrees = np.full((400, 400, 1), 80.0, np.float32)
     degrees[201] = degrees[:, 201] = 10.0
@@ -92,10 +97,10 @@ def test_every_class_is_seen_where_cells_are_smaller_than_pixels():
 
 
 @pytest.mark.slow
-def test_every_picture_can_be_written_for_print_and_for_the_screen(tmp_path):
+def test_every_picture_can_be_written_for_print_and_for_the_screen(subspaces, vectors, tmp_path):
     figures = {
-        "heatmaps": pictures.angle_heatmaps(SUBSPACES),
-        "vectors": pictures.angle_heatmap(VECTORS),
+        "heatmaps": pictures.angle_heatmaps(subspaces),
+        "vectors": pictures.angle_heatmap(vectors),
         "k": pictures.against_dimension(pictures.points_of_paper(), {"accuracy": 78.0}, "title"),
         "strategies": pictures.strategy_bars(),
         "time": pictures.iteration_time(),
@@ -107,15 +112,15 @@ def test_every_picture_can_be_written_for_print_and_for_the_screen(tmp_path):
         assert (tmp_path / f"{name}.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_measures_against_k_are_those_of_the_paper_or_of_runs(tmp_path):
+def test_measures_against_k_are_those_of_the_paper_or_of_runs(subspaces, vectors, tmp_path):
     points = pictures.points_of_paper()
     assert sorted(points) == [1, 4, 8, 16, 32]
     assert points[8]["accuracy"] == paper.figures("resnet50d-grassmann")["top1"]
     results = [{"method": "svm", "accuracy": a} for a in (70, 80)] + [{"method": "knn", "accuracy": 10}]
     (tmp_path / "transfer.json").write_text(json.dumps({"results": results}))
-    runs = pictures.points_of_runs([SUBSPACES, SUBSPACES, VECTORS], [tmp_path / "transfer.json"])
+    runs = pictures.points_of_runs([subspaces, subspaces, vectors], [tmp_path / "transfer.json"])
     assert runs == {3: {"transfer": 75.0, **runs[3]}}
-    assert runs[3]["variability"] == pytest.approx(SUBSPACES["scalars"]["variability"])
+    assert runs[3]["variability"] == pytest.approx(subspaces["scalars"]["variability"])
     with pytest.raises(ValueError, match="nothing to draw"):
         pictures.against_dimension({})
 
@@ -148,16 +153,16 @@ def test_long_names_of_what_was_timed_do_not_run_together():
     ("arguments", "message"),
     [((4,), "between 1 and 3"), ((1, "size"), "index, name, cluster"), ((1, [0, 0, 1, 2, 3, 4]), "each of the 6")],
 )
-def test_a_wrong_angle_or_order_is_one_sentence(arguments, message):
+def test_a_wrong_angle_or_order_is_one_sentence(subspaces, arguments, message):
     with pytest.raises(ValueError, match=message):
-        pictures.angle_heatmap(SUBSPACES, *arguments)
+        pictures.angle_heatmap(subspaces, *arguments)
 
 
-def test_pictures_of_runs_are_saved_under_their_names(tmp_path):
-    written = pictures.save_pictures({"x/a": SUBSPACES, "b": VECTORS}, tmp_path / "out", ".png")
+def test_pictures_of_runs_are_saved_under_their_names(subspaces, vectors, tmp_path):
+    written = pictures.save_pictures({"x/a": subspaces, "b": vectors}, tmp_path / "out", ".png")
     assert [path.name for path in written] == ["angles-x-a.png", "angles-b.png"]
     assert all(path.stat().st_size > 1000 for path in written)
-    written = pictures.save_pictures({"x/a": SUBSPACES, "x-a": VECTORS}, tmp_path / "same", ".png")
+    written = pictures.save_pictures({"x/a": subspaces, "x-a": vectors}, tmp_path / "same", ".png")
     assert [path.name for path in written] == ["angles-x-a.png", "angles-x-a-2.png"]
 
 

@@ -1,7 +1,9 @@
-"""A headless Chromium for tests, driven through chromedriver's WebDriver protocol with the standard library alone."""
+"""Runs without the training, and a browser, for the tests of analyze and report.
+
+The browser is a headless Chromium, driven through chromedriver's WebDriver protocol with the standard library alone.
+"""
 
 import base64
-import contextlib
 import json
 import shutil
 import subprocess
@@ -9,7 +11,82 @@ import time
 import urllib.error
 import urllib.request
 
+import numpy as np
+import pytest
+import torch
+
+import grassy
+from grassy.models import create_model
+from grassy.report.classes import describe
+from grassy.report.page import PageRun
+from grassy.runs.records import save_summary
+from grassy.runs.weights import BEST, Description, save_weights
+
+#: A transformer of a few thousand weights.
+MODEL = "vit_tiny_patch16_224"
+MODEL_KWARGS = {"img_size": 8, "patch_size": 4, "depth": 1, "embed_dim": 16, "num_heads": 2}
+
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name for a reference to an element
+
+
+@pytest.fixture(scope="session")
+def tiny_images():
+    """Writes test.npz of noise whose brightness and tint depend on the class."""
+
+    def write(folder, images=60, classes=5, names=None):
+        rng = np.random.default_rng(0)
+        labels = np.arange(images) % classes
+        pixels = rng.integers(0, 120, (images, 8, 8, 3)) + (labels * 130 // max(1, classes - 1))[:, None, None, None]
+        names = np.array(names or [f"class {i}" for i in range(classes)])
+        folder.mkdir(parents=True, exist_ok=True)
+        np.savez(folder / "test.npz", x=pixels.astype(np.uint8), y=labels, classes=names)
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def make_run():
+    """Makes the folder of a run: random weights, and a summary.csv of made-up curves."""
+
+    def make(folder, head, classes=5, names=None, epochs=3, seed=0):
+        torch.manual_seed(seed)
+        model = create_model(MODEL, classes, head, MODEL_KWARGS)
+        about = Description(
+            model=MODEL,
+            num_classes=classes,
+            head=head,
+            model_kwargs=MODEL_KWARGS,
+            class_names=names,
+            img_size=8,
+            crop_pct=1.0,
+            recipe={"workers": 0, "amp": "off"},
+            epoch=epochs,
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        save_weights(model, about, folder / BEST)
+        rows = [
+            {"epoch": e, "train_loss": 2 / (e + 1 + seed), "eval_top1": 50.0 + 10 * e, "lr": 0.1} for e in range(epochs)
+        ]
+        save_summary(folder, rows)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def random_run():
+    """Makes what a page shows of a head that was never trained, with labelled features of noise."""
+
+    def make(name, classes, k=8, width=64, names=None, samples=None, head="grassmann"):
+        made = grassy.create_head(head, width, classes, **({"k": k} if head == "grassmann" else {}))
+        features, labels = torch.randn(2 * classes, width), torch.arange(2 * classes) % classes
+        analysis = describe(made, names, features, labels)
+        extra = {"model": "noise", "head": {"name": head}, "data": {"images": 2 * classes, "split": "test"}}
+        curves = {"epoch": [0.0, 1.0, 2.0], "eval_top1": [10.0, 40.0, 60.0], "train_loss": [2.0, 1.0, None]}
+        return PageRun(name, {**extra, **analysis}, curves, samples)
+
+    return make
 
 
 class WebDriverError(Exception):
@@ -102,8 +179,8 @@ class Browser:
         self._send("DELETE", "")
 
 
-@contextlib.contextmanager
-def browser():
+@pytest.fixture(scope="module")
+def window():
     """A browser that is closed, and its driver ended, whatever happens."""
     # Port 0 would do for newer drivers only; this one prints the port that it found.
     driver = subprocess.Popen(
@@ -116,11 +193,12 @@ def browser():
                 break
         else:
             raise RuntimeError("chromedriver did not start")
-        window = Browser(f"http://127.0.0.1:{port}")
+        browser = Browser(f"http://127.0.0.1:{port}")
         try:
-            yield window
+            browser.emulate(1200, 1600)
+            yield browser
         finally:
-            window.close()
+            browser.close()
     finally:
         driver.terminate()
         driver.wait(timeout=20)
