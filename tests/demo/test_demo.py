@@ -107,17 +107,3 @@ def test_one_seed_has_a_mean_and_no_deviation():
     run = {"head": "linear", "seed": 0, **{key: 12.0 for key, _, _ in demo.MEASURES}}
     assert demo.summarize([run])["linear"]["accuracy"] == {"mean": 12.0, "std": None}
     assert demo._plus_minus({"mean": 12.0, "std": None}, 1) == "12.0"
-
-
-def test_a_failure_while_writing_leaves_the_old_file_and_no_other(tmp_path):
-    path = tmp_path / "demo.json"
-    path.write_text("old")
-
-    def fail(file):
-        file.write(b"half of")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        demo._write(path, fail)
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]

@@ -9,7 +9,7 @@ from sklearn.model_selection import GridSearchCV, StratifiedKFold
 import grassy.transfer.solvers.folds as folds_module
 import grassy.transfer.solvers.probe as probe_module
 from grassy.transfer import LogisticProbe, search_probe
-from grassy.transfer.solvers.scaling import mean_norm
+from grassy.transfer.solvers.folds import mean_norm
 
 
 def clusters(samples=90, width=6, classes=4, spread=1.0, seed=0, dtype=torch.float64):

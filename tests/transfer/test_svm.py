@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grassy.transfer.solvers.folds as folds_module
 import grassy.transfer.solvers.svm as svm_module
 from grassy.transfer import KNN, LinearSVM, LogisticProbe, search_knn, search_probe, search_svm
-from grassy.transfer.solvers.folds import stratified_folds
+from grassy.transfer.solvers.folds import mean_norm, stratified_folds
 from grassy.transfer.solvers.probe import Softmax
-from grassy.transfer.solvers.scaling import mean_norm
 from grassy.transfer.solvers.svm import SquaredHinge
 
 CS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 20)

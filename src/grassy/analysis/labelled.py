@@ -1,7 +1,6 @@
-"""Features with a label each: checked once, then visited in blocks, so that float64 copies stay small."""
+"""Features with a label each: checked once, then visited in blocks (`split`), so that float64 copies stay small."""
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -20,10 +19,9 @@ def check_labelled_features(features: Tensor, labels: Tensor) -> tuple[Tensor, T
         raise ValueError(f"features must have shape (samples, width), none of them 0, got {tuple(features.shape)}")
     if labels.shape != features.shape[:1]:
         raise ValueError(f"labels must have shape ({len(features)},), one for each feature, got {tuple(labels.shape)}")
-    for start, rows in row_blocks(features):
-        finite = rows.isfinite().all(-1)
-        if not bool(finite.all()):
-            raise ValueError(f"features hold NaN or Inf, first in row {start + int((~finite).nonzero()[0])}")
+    finite = torch.cat([rows.isfinite().all(-1) for rows in features.split(ROWS_AT_ONCE)])
+    if not bool(finite.all()):
+        raise ValueError(f"features hold NaN or Inf, first in row {int((~finite).nonzero()[0])}")
     return features, labels.to(features.device).long()
 
 
@@ -33,12 +31,6 @@ def check_labels_of_classes(labels: Tensor, classes: int) -> None:
     if low < 0 or high >= classes:
         wrong = low if low < 0 else high
         raise ValueError(f"labels must lie in 0 .. {classes - 1}, the classes of the weight, got {wrong}")
-
-
-def row_blocks(rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Consecutive blocks of rows, each with the index of its first row."""
-    for start in range(0, len(rows), ROWS_AT_ONCE):
-        yield start, rows[start : start + ROWS_AT_ONCE]
 
 
 def members_by_class(labels: Tensor) -> dict[int, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from grassy.analysis.class_angles import check_weight
-from grassy.analysis.labelled import check_labelled_features, check_labels_of_classes, row_blocks
+from grassy.analysis.labelled import ROWS_AT_ONCE, check_labelled_features, check_labels_of_classes
 
 # A direction in which the class means vary by less than this, relative to where they vary most, is rounding of float32:
 # the pseudo-inverse leaves it out.
@@ -51,8 +51,8 @@ def neural_collapse(features: Tensor, labels: Tensor, weight: Tensor | None = No
 
     means = torch.zeros(number, features.shape[1], dtype=torch.float64, device=features.device)
     largest = means.new_zeros(())
-    for start, rows in row_blocks(features):
-        means.index_add_(0, index[start : start + len(rows)], rows.double())
+    for rows, own in zip(features.split(ROWS_AT_ONCE), index.split(ROWS_AT_ONCE), strict=True):
+        means.index_add_(0, own, rows.double())
         largest = torch.maximum(largest, torch.linalg.vector_norm(rows.double(), dim=-1).max())
     means /= counts.unsqueeze(-1)
     centred = means - means.mean(0)
@@ -74,10 +74,9 @@ def _within_over_between(features: Tensor, index: Tensor, counts: Tensor, means:
         return math.nan
     whiten = (vt[kept] / singular[kept].unsqueeze(-1)).mT  # (N, rank); C and 1/C cancel
     total = means.new_zeros(())
-    for start, rows in row_blocks(features):
-        classes_of_rows = index[start : start + len(rows)]
-        spread = ((rows.double() - means[classes_of_rows]) @ whiten).square().sum(-1)
-        total += (spread / counts[classes_of_rows]).sum()
+    for rows, own in zip(features.split(ROWS_AT_ONCE), index.split(ROWS_AT_ONCE), strict=True):
+        spread = ((rows.double() - means[own]) @ whiten).square().sum(-1)
+        total += (spread / counts[own]).sum()
     return float(total) / len(means)
 
 
@@ -91,10 +90,9 @@ def _simplex(centred: Tensor) -> tuple[float, float, float]:
     pairs = number * (number - 1)
     average = float(unit.sum(0).square().sum() - number) / pairs
     squares, simplex = centred.new_zeros(()), centred.new_zeros(())
-    for start, rows in row_blocks(unit):
-        cosine = rows @ unit.mT
-        different = torch.ones_like(cosine, dtype=torch.bool)
-        different[:, start : start + len(rows)].fill_diagonal_(False)
+    for rows in torch.arange(number, device=unit.device).split(ROWS_AT_ONCE):
+        cosine = unit[rows] @ unit.mT
+        different = rows.unsqueeze(-1) != torch.arange(number, device=unit.device)
         squares += (cosine[different] - average).square().sum()
         simplex += (cosine[different] + 1 / (number - 1)).abs().sum()
     return float(length.std(correction=0) / length.mean()), math.sqrt(float(squares) / pairs), float(simplex) / pairs

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from grassy.analysis.labelled import check_labelled_features, directions, row_blocks
+from grassy.analysis.labelled import ROWS_AT_ONCE, check_labelled_features, directions
 
 
 @torch.no_grad()
@@ -26,15 +26,14 @@ def class_separation(features: Tensor, labels: Tensor) -> float:
 
     # The mean cosine over two sets of unit vectors is the product of the means of the sets: no pair is ever formed.
     means = torch.zeros(len(classes), features.shape[1] + 1, dtype=torch.float64, device=features.device)
-    for start, rows in row_blocks(features):
-        means.index_add_(0, index[start : start + len(rows)], directions(rows.double()))
+    for rows, own in zip(features.split(ROWS_AT_ONCE), index.split(ROWS_AT_ONCE), strict=True):
+        means.index_add_(0, own, directions(rows.double()))
     means /= counts.unsqueeze(-1)
 
     # 1 − ‖mean‖² is the variance around the mean, which is summed as such: no digits cancel when classes collapse.
     squares = torch.zeros(len(classes), dtype=torch.float64, device=features.device)
-    for start, rows in row_blocks(features):
-        classes_of_rows = index[start : start + len(rows)]
-        squares.index_add_(0, classes_of_rows, (directions(rows.double()) - means[classes_of_rows]).square().sum(-1))
+    for rows, own in zip(features.split(ROWS_AT_ONCE), index.split(ROWS_AT_ONCE), strict=True):
+        squares.index_add_(0, own, (directions(rows.double()) - means[own]).square().sum(-1))
     within = float((squares / counts).mean())
     between = float((means - means.mean(0)).square().sum(-1).mean())
     total = within + between

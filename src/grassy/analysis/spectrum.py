@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grassy.analysis.class_angles import orthonormal_bases
-from grassy.analysis.labelled import check_labelled_features, check_labels_of_classes, members_by_class, row_blocks
+from grassy.analysis.labelled import ROWS_AT_ONCE, check_labelled_features, check_labels_of_classes, members_by_class
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ def class_spectra(features: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
     moments = torch.full((*bases.shape[:2], bases.shape[1]), math.nan, dtype=torch.float64, device=features.device)
     for label, members in members_by_class(labels).items():
         total, samples = torch.zeros_like(moments[0]), torch.zeros_like(moments[0, 0, 0])
-        for _, block in row_blocks(members):
+        for block in members.split(ROWS_AT_ONCE):
             rows = features[block].double()
             length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
             coordinates = (rows @ bases[label].mT / length).masked_fill(length == 0, 0.0)

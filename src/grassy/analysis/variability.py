@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from grassy.analysis.labelled import check_labelled_features, directions, members_by_class, row_blocks
+from grassy.analysis.labelled import ROWS_AT_ONCE, check_labelled_features, directions, members_by_class
 
 SAMPLES_AT_ONCE = 2048  # of a class, against blocks of all its others: enough to make up for reading those again
 
@@ -32,7 +32,7 @@ def variability(features: Tensor, labels: Tensor) -> float:
 def _mean_and_largest_norm(features: Tensor) -> tuple[Tensor, Tensor]:
     total = torch.zeros(features.shape[1], dtype=torch.float64, device=features.device)
     largest = total.new_zeros(())
-    for _, rows in row_blocks(features):
+    for rows in features.split(ROWS_AT_ONCE):
         total += rows.double().sum(0)
         largest = torch.maximum(largest, torch.linalg.vector_norm(rows.double(), dim=-1).max())
     return total / len(features), largest
@@ -51,10 +51,10 @@ def _mean_angle(features: Tensor, members: Tensor, mean: Tensor, noise: Tensor) 
         if start == 0:
             center = first.mean(0)  # any vector will do that is close to all of them if they are close together
         first.sub_(center)
-        for _, block in row_blocks(members[:start]):
+        for block in members[:start].split(ROWS_AT_ONCE):
             total += 2 * _angles(first, unit(block).sub_(center)).sum()  # the pair in either order
-        for offset, block in row_blocks(several):
-            angles = _angles(first, first[offset : offset + len(block)])
+        for offset, block in zip(range(0, len(first), ROWS_AT_ONCE), first.split(ROWS_AT_ONCE), strict=True):
+            angles = _angles(first, block)
             angles[offset : offset + len(block)].fill_diagonal_(0.0)  # a sample and itself
             total += angles.sum()
     return float(total) / len(members) ** 2

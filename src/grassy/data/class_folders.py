@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from grassy.spelling import natural_key
 from grassy.torchvision_import import import_torchvision
 
 #: Of images that Pillow reads, beside those that timm looks for.
@@ -114,8 +115,6 @@ def _open_tars(root: Path, tars: Iterable[Path], class_names: Sequence[str] | No
 
 def _numbers(places: dict[str, str], class_names: Sequence[str] | None) -> dict[str, int]:
     """A number for each class, in natural order, or that of the training set; `places` says where a class was found."""
-    from timm.utils.misc import natural_key
-
     if class_names is None:
         return {name: number for number, name in enumerate(sorted(places, key=natural_key))}
     numbers = {name: number for number, name in enumerate(class_names)}

@@ -6,7 +6,6 @@ Seven of the ten digits are trained on; the other three show how well the featur
 import contextlib
 import functools
 import json
-import os
 import platform
 import statistics
 import tempfile
@@ -21,7 +20,6 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -34,6 +32,8 @@ from grassy.demo.page import page_run, write_demo_page
 from grassy.heads import GrassmannHead, create_head
 from grassy.loss import classification_loss
 from grassy.optim import make_optimizer
+from grassy.runs.atomic import write_atomically
+from grassy.terminal import bar
 
 #: What is measured: the key in demo.json, the title of its column and panel, and how many decimals are worth showing.
 MEASURES = (
@@ -95,7 +95,7 @@ def run(output: Path, settings: Settings = FULL) -> dict[str, Any]:
     heads = settings.heads()
     console.print(f"{len(heads)} heads x {settings.seeds} seeds on 8x8 digits, 7 classes trained and 3 held out.")
     runs, pixels, pages = [], [], []
-    with _single_thread(), _progress(console, len(heads) * settings.seeds * settings.epochs) as advance:
+    with _single_thread(), bar("", len(heads) * settings.seeds * settings.epochs) as advance:
         for seed in range(settings.seeds):
             split = split_digits(seed)
             pixels.append(100 * svm_accuracy(nn.Flatten(), split, seed))
@@ -125,8 +125,8 @@ def run(output: Path, settings: Settings = FULL) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
     }
     numbers, picture, page = output / "demo.json", output / "demo.png", output / "report.html"
-    _write(numbers, lambda file: file.write(json.dumps(result, indent=1, allow_nan=False).encode()))
-    _write(picture, lambda file: draw(result).savefig(file, format="png", dpi=160))
+    write_atomically(numbers, lambda file: file.write(json.dumps(result, indent=1, allow_nan=False).encode()))
+    write_atomically(picture, lambda file: draw(result).savefig(file, format="png", dpi=160))
     write_demo_page(pages, page)
     console.print("", table(result), sep="\n")
     console.print(f"\n{caption(result)}", style="dim")
@@ -291,19 +291,9 @@ def draw(result: dict[str, Any]) -> Figure:
 # --- progress and files -----------------------------------------------------------------------------------------
 
 
-def _note(losses: list[float], advance: Callable[[str, float], None], what: str, loss: float) -> None:
+def _note(losses: list[float], advance: Callable[..., None], what: str, loss: float) -> None:
     losses.append(loss)
-    advance(what, loss)
-
-
-@contextlib.contextmanager
-def _progress(console: Console, total: int) -> Iterator[Callable[[str, float], None]]:
-    """A function to call after each epoch with what is running and its loss; on a terminal it moves a bar."""
-    text = TextColumn("{task.percentage:3.0f}%  {task.description}")
-    columns = (BarColumn(bar_width=24), TimeRemainingColumn(compact=True), text)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda what, loss: bar.update(task, advance=1, description=f"{what}, loss {loss:.3f}")
+    advance(text=f"{what}, loss {loss:.3f}")
 
 
 @contextlib.contextmanager
@@ -324,14 +314,3 @@ def _make_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise OSError(f"cannot write into the folder {folder}: {error.strerror}") from error
-
-
-def _write(path: Path, write: Callable[[Any], Any]) -> None:
-    """Write under a temporary name and rename, so that no half-written file ever has the right name."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with partial.open("wb") as file:
-            write(file)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

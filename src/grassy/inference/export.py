@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from grassy.inference.load import load
+from grassy.runs.atomic import write_atomically
 from grassy.runs.weights import Description, read_description, weights_file
 from grassy.spelling import nearest
 
@@ -176,9 +178,8 @@ def _all_or_nothing(output: Path) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix=".exporting-", dir=output.parent) as folder:
             yield Path(folder) / output.name
             for part in sorted(Path(folder).iterdir(), reverse=True):  # x.onnx.data before x.onnx
-                with part.open("rb+") as file:
-                    os.fsync(file.fileno())
-                os.replace(part, output.parent / part.name)
+                with part.open("rb") as source:
+                    write_atomically(output.parent / part.name, lambda file: shutil.copyfileobj(source, file))
     except OSError as error:  # in the name of the file that was asked for
         raise OSError(error.errno, f"could not be written: {error.strerror or error}", str(output)) from error
 

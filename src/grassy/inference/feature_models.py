@@ -54,7 +54,7 @@ def open_model(source: str, device: torch.device | str = "cpu", pretrained: bool
         interpolation=about.interpolation,
         mean=about.mean,
         std=about.std,
-        fingerprint=_hash_of_file(path),
+        fingerprint=file_digest(path),
         recipe=about.recipe,
     )
 
@@ -117,7 +117,8 @@ def _from_torchvision(name: str, device: torch.device | str, pretrained: bool) -
     )
 
 
-def _hash_of_file(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

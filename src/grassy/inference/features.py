@@ -7,6 +7,7 @@ they need not fit in memory.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -28,6 +29,7 @@ from grassy.inference.feature_models import FeatureModel
 from grassy.models import import_timm
 from grassy.runs.atomic import TEMPORARY, write_atomically
 from grassy.surgery import find_classifiers
+from grassy.terminal import bar
 
 FORMAT = "2"  # of the files; part of the key
 HEADER = 1024  # bytes, in which the description of three tensors fits
@@ -217,8 +219,8 @@ def _write(path: Path, batches: Iterator[tuple[Tensor, Tensor, list[Failure]]], 
     def write(file: IO[bytes]) -> None:
         file.write(b" " * (8 + HEADER))
         done = 0
-        with _bar(progress, count) as advance:
-            for features, labels, failed in _chain(first, batches):
+        with bar(progress, count, shown=bool(progress)) as advance:
+            for features, labels, failed in itertools.chain([first], batches):
                 readable = labels >= 0
                 file.write(features[readable].contiguous().numpy().data)
                 kept.append(labels[readable])
@@ -276,33 +278,3 @@ def _remove_stale(cache: Path) -> None:
         with contextlib.suppress(OSError):
             if time.time() - file.stat().st_mtime > STALE:
                 file.unlink()
-
-
-def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest
-
-
-class _bar:
-    """A bar on a terminal, and nothing elsewhere."""
-
-    def __init__(self, text: str, total: int) -> None:
-        self.text, self.total = text, total
-        self.bar: Any = None
-
-    def __enter__(self) -> Any:
-        import sys
-
-        if not self.text or not sys.stderr.isatty():
-            return lambda _: None
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self.bar = Progress(console=Console(stderr=True), transient=True)
-        self.bar.start()
-        task = self.bar.add_task(self.text, total=self.total)
-        return lambda count: self.bar.advance(task, count)
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()

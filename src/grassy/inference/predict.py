@@ -24,6 +24,7 @@ from grassy.inference.load import load
 from grassy.runs.atomic import write_atomically
 from grassy.runs.weights import Description, read_description, weights_file
 from grassy.spelling import nearest
+from grassy.terminal import bar, printable
 
 MANY = 100  # images, from which on a bar is worth showing
 NAMED = 5  # of the images that could not be read, how many are named on the terminal
@@ -202,26 +203,31 @@ def write_predictions(
     check_output(output)
     failures: list[Prediction] = []
     count = 0
+    # Lines on the same terminal would break the bar.
+    shown = total is not None and total >= MANY and not (output is None and sys.stdout.isatty())
 
     def counted() -> Iterator[Prediction]:
         nonlocal count
-        for prediction in _with_bar(predictions, output, total):
+        for prediction in predictions:
             count += 1
             if prediction.error is not None:
                 failures.append(prediction)
             yield prediction
+            advance()
 
-    if output is None:
-        _print(counted())
-    else:
-        write = FORMATS[output.suffix.lower()]
-        write_atomically(output, lambda file: write(counted(), file))
+    with bar("images", total or 0, shown) as advance:
+        if output is None:
+            _print(counted())
+        else:
+            write = FORMATS[output.suffix.lower()]
+            write_atomically(output, lambda file: write(counted(), file))
+    if output is not None:
         print(f"Saved {output}, predictions for {count - len(failures)} images", file=sys.stderr)
     if failures:
         print(f"grassy: {len(failures)} of {count} images could not be read", file=sys.stderr)
         if output is not None:  # on the terminal they have been named in their place
             for failure in failures[:NAMED]:
-                print(f"  {_printable(str(failure.path))}: {_printable(failure.error or '')}", file=sys.stderr)
+                print(f"  {printable(str(failure.path))}: {printable(failure.error or '')}", file=sys.stderr)
             if len(failures) > NAMED:
                 print(f"  and {len(failures) - NAMED} more, named in {output}", file=sys.stderr)
     return len(failures)
@@ -238,26 +244,13 @@ def check_output(output: Path | None) -> None:
         raise ValueError(f"{output} is a folder: name the file to write")
 
 
-def _with_bar(predictions: Iterable[Prediction], output: Path | None, total: int | None) -> Iterator[Prediction]:
-    """The same, with a bar on stderr if there are many and the predictions do not go to the same terminal."""
-    if total is None or total < MANY or not sys.stderr.isatty() or (output is None and sys.stdout.isatty()):
-        yield from predictions
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    # Redirecting, rich would send to stderr what is printed to a stdout that leads elsewhere.
-    with Progress(console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
-        yield from bar.track(predictions, total=total, description="images")
-
-
 def _print(predictions: Iterator[Prediction]) -> None:
     """One line an image, in columns as wide as what has been seen needs."""
     path_width = label_width = 0
     while chunk := list(itertools.islice(predictions, 64)):
-        paths = [_printable(str(prediction.path)) for prediction in chunk]
+        paths = [printable(str(prediction.path)) for prediction in chunk]
         path_width = max(path_width, *map(len, paths))
-        labels = [[_printable(label) for label in prediction.labels] for prediction in chunk]
+        labels = [[printable(label) for label in prediction.labels] for prediction in chunk]
         label_width = max([label_width, *(len(label) for row in labels for label in row)])
         for path, row, prediction in zip(paths, labels, chunk, strict=True):
             columns = [f"{path:<{path_width}}"]
@@ -267,14 +260,9 @@ def _print(predictions: Iterator[Prediction]) -> None:
             if prediction.outlier_score is not None:
                 columns.append(f"outlier {prediction.outlier_score:.3f}")
             if prediction.error is not None:
-                columns.append(f"error: {_printable(prediction.error)}")
+                columns.append(f"error: {printable(prediction.error)}")
             print("  ".join(columns).rstrip())
         sys.stdout.flush()
-
-
-def _printable(text: str) -> str:
-    """Text on one line, without anything that a terminal would take for a command: names are other people's."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _write_csv(predictions: Iterator[Prediction], file: IO[bytes]) -> None:

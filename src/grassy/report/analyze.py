@@ -1,6 +1,5 @@
 """`grassy analyze`: every measure of a trained model and its classes, as RUN/analysis.json."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from grassy.data.images import Images, check_labels, open_images
 from grassy.data.stream_loader import STREAMS
 from grassy.distributed.processes import find_device
-from grassy.inference.feature_models import open_model
+from grassy.inference.feature_models import file_digest, open_model
 from grassy.inference.features import extract
 from grassy.precision import amp_dtype
 from grassy.report.classes import SCALARS, describe
@@ -74,7 +73,7 @@ def analyze(
     result = {
         "version": VERSION,
         "weights": file.name,
-        "weights_sha256": digest(file),
+        "weights_sha256": file_digest(file),
         "model": about.model,
         "head": about.head,
         "epoch": about.epoch,
@@ -116,12 +115,6 @@ def read_analysis(path: Path) -> dict[str, Any]:
     if not isinstance(result, dict) or result.get("version") != VERSION or "angles" not in result:
         raise ValueError(f"{path} is not an analysis of this version of grassy: run grassy analyze again")
     return result
-
-
-def digest(file: Path) -> str:
-    """The SHA-256 of a file of weights, by which an analysis is known to be of these and no older ones."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def render(result: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@ Legend: B samples, C classes, K dimension of a subspace, N width of a feature.
 """
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from grassy.heads import GrassmannHead, Head
 from grassy.heads.multi import MultiHead
 from grassy.kernels import unit
 from grassy.report.packing import pack_angles
+from grassy.spelling import natural_key
 
 NEAREST = 8
 CONFUSIONS = 5
@@ -99,7 +99,7 @@ def describe(
         "per_class": per_class,
         "orders": {
             "index": list(range(count)),
-            "name": sorted(range(count), key=lambda i: _natural(names[i])),
+            "name": sorted(range(count), key=lambda i: natural_key(names[i])),
             "cluster": cluster_order(distance).tolist(),
         },
         "angles": pack_angles(angles.numpy(), 90.0 if subspaces else 180.0),
@@ -200,12 +200,6 @@ def _confusions(confusion: Tensor) -> list[list[list[int]]]:
         [[other, number] for other, number in zip(row, numbers, strict=True) if number]
         for row, numbers in zip(classes[:, :CONFUSIONS].tolist(), counts[:, :CONFUSIONS].tolist(), strict=True)
     ]
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """A key that sorts class 2 before class 10, and capitals with their small letters."""
-    parts = re.findall(r"[0-9]+|[^0-9]+", name.casefold())
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
 
 
 def _finite(value: float | None) -> float | None:

@@ -18,7 +18,8 @@ from typing import Any
 from grassy import paper
 from grassy._version import __version__
 from grassy.data.images import TRAIN_NAMES, VALIDATION_NAMES
-from grassy.report.analyze import ANALYSIS, analyze, digest, open_split, read_analysis
+from grassy.inference.feature_models import file_digest
+from grassy.report.analyze import ANALYSIS, analyze, open_split, read_analysis
 from grassy.report.classes import SCALARS
 from grassy.report.samples import BUDGET, sample_images
 from grassy.runs.atomic import write_atomically
@@ -128,7 +129,7 @@ def _current_analysis(file: Path, data_dir: Path | None, split: str | None, want
         analysis = read_analysis(file.parent)
     except ValueError:
         return None
-    if analysis.get("weights_sha256") != digest(file):
+    if analysis.get("weights_sha256") != file_digest(file):
         return None
     data = analysis["data"]
     if data is None:

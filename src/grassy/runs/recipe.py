@@ -19,7 +19,7 @@ import torch
 
 from grassy.heads import check_head_options, create_head
 from grassy.runs.recipe_values import check_values
-from grassy.spelling import nearest
+from grassy.spelling import natural_key, nearest
 
 #: The share of a run that was shortened that its warm-up takes at most.
 LONGEST_WARMUP = 0.25
@@ -193,7 +193,7 @@ def read_settings(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any
 def recipe_names() -> list[str]:
     """Names of the recipes in the package; those that are only a base to others begin with an underscore."""
     names = [file.name.removesuffix(".yaml") for file in _folder().iterdir() if file.name.endswith(".yaml")]
-    return sorted((name for name in names if not name.startswith("_")), key=_natural)
+    return sorted((name for name in names if not name.startswith("_")), key=natural_key)
 
 
 def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,10 +320,6 @@ def _beside(base: Any, place: str) -> str | Path:
 
 def _folder() -> Any:
     return resources.files("grassy") / "recipes"
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _parsed(text: str, place: str) -> Any:

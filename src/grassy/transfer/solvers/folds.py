@@ -90,3 +90,9 @@ def row_blocks(rows: Tensor, most: int | None = None) -> Iterator[tuple[int, Ten
     size = size if most is None else max(1, min(size, most))
     for start in range(0, len(rows), size):
         yield start, rows[start : start + size]
+
+
+def mean_norm(features: Tensor) -> float:
+    """The mean Euclidean norm of features (B, N), by which the protocol divides them; 1 if all are zero."""
+    total = sum(float(torch.linalg.vector_norm(rows.double(), dim=-1).sum()) for _, rows in row_blocks(features))
+    return total / len(features) or 1.0

@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 
 from grassy.transfer.solvers.design_matrix import Design
-from grassy.transfer.solvers.folds import Array, as_features, as_labels, as_training_set, row_blocks, stratified_folds
+from grassy.transfer.solvers.folds import (
+    Array,
+    as_features,
+    as_labels,
+    as_training_set,
+    mean_norm,
+    row_blocks,
+    stratified_folds,
+)
 from grassy.transfer.solvers.newton import Loss, Solver
-from grassy.transfer.solvers.scaling import mean_norm
 from grassy.transfer.solvers.search import Search, best, check_search, fold_accuracies
 
 SCORES_AT_ONCE = 2**28  # of the (B, P, M) tensors of the solver, which holds about eight of them
