@@ -1,16 +1,17 @@
 """`grassy.load`: a trained model, rebuilt from its file alone."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grassy.models import create_model
-from grassy.runs.weights import read_description, read_weights, weights_file
+from grassy.runs.weights import Description, read_description, read_weights, weights_file
 
-#: Options of timm that would fetch weights from elsewhere.
-OTHER_SOURCES = ("pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+#: What weights may be made of.
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
 
 
 def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn.Module:
@@ -21,10 +22,13 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn
     """
     file = weights_file(Path(path))
     description = read_description(file)
-    options = {key: value for key, value in description.model_kwargs.items() if key not in OTHER_SOURCES}
+    weights = read_weights(file)
+    _check_weights(weights, description, file)
+    # Weights that training began with are none of the model's options: its own are in the file.
+    options = {key: value for key, value in description.model_kwargs.items() if key != "pretrained"}
     model = create_model(description.model, description.num_classes, description.head, options)
     try:
-        model.load_state_dict(read_weights(file))
+        model.load_state_dict(weights)
     except RuntimeError as error:
         raise ValueError(f"{file} does not hold the weights that it describes: {error}") from None
     model.pretrained_cfg = model.default_cfg = {  # type: ignore[assignment]
@@ -39,3 +43,14 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn
         "label_names": description.class_names,
     }
     return model.eval().to(device)
+
+
+def _check_weights(weights: Mapping[str, Tensor], description: Description, file: Path) -> None:
+    """Raise a ValueError for weights of another kind, and before a head is built that they could never fill."""
+    if wrong := next((name for name, tensor in weights.items() if tensor.dtype not in DTYPES), None):
+        raise ValueError(f"{file} holds {wrong} in {weights[wrong].dtype}, which is no kind of weights")
+    rows = description.head.get("k", 1)
+    rows = max(rows, default=1) if isinstance(rows, list) else rows
+    needed = description.num_classes * (rows if isinstance(rows, int) else 1)
+    if needed > sum(tensor.numel() for tensor in weights.values()):
+        raise ValueError(f"{file} does not hold the weights that it describes: a head of {needed} rows needs more")

@@ -6,7 +6,6 @@ A file names its `base` and says only what differs from it. Names are timm's whe
 import dataclasses
 import math
 import os
-import re
 import types
 import typing
 from collections.abc import Container, Iterable, Mapping
@@ -15,16 +14,18 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from grassy.heads import check_head_options, create_head
 from grassy.runs.recipe_values import check_values
+from grassy.runs.recipe_yaml import parse_yaml
+from grassy.runs.schema import MOST_RECIPE, check_head, check_model_kwargs, read_text
 from grassy.spelling import natural_key, nearest
 
 #: The share of a run that was shortened that its warm-up takes at most.
 LONGEST_WARMUP = 0.25
 #: The recipe of a run, in its folder.
 ARGS = "args.yaml"
+#: How many bases may stand behind a recipe, one after the other.
+MOST_BASES = 20
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,10 @@ class Recipe:
         for f in dataclasses.fields(self):
             object.__setattr__(self, f.name, _typed(f.name, getattr(self, f.name), HINTS[f.name]))
         check_values(self)
+        check_model_kwargs("model_kwargs", self.model_kwargs)
         object.__setattr__(self, "head", {"name": "linear", **self.head})
         _check_head(**self.head)
+        check_head("head", self.head)
 
     @property
     def mixes(self) -> bool:
@@ -155,9 +158,17 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = (), fields: Mapping
         key, equals, value = override.partition("=")
         if not equals:
             raise ValueError(f"a setting is given as key=value, got {override!r}")
-        _add(changes, key.strip(), _parsed(value, override))
+        _add(changes, key.strip(), parse_yaml(value, override))
     settings = _merged(_merged(before, changes), fields or {})
+    if _fetches(settings) and not _fetches(_merged({}, changes)) and not _is_packaged(name):
+        raise ValueError(f"{name}: weights are fetched only if you say so yourself: give model_kwargs.pretrained=true")
     return Recipe(**_schedule_follows(before, settings, {*changes, *(fields or {})}))
+
+
+def _fetches(settings: Mapping[str, Any]) -> bool:
+    """Whether timm would fetch weights for the model."""
+    options = settings.get("model_kwargs")
+    return isinstance(options, dict) and bool(options.get("pretrained"))
 
 
 def _add(changes: dict[str, Any], key: str, value: Any) -> None:
@@ -173,10 +184,12 @@ def _add(changes: dict[str, Any], key: str, value: Any) -> None:
 
 def read_settings(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any]:
     """What a recipe file and its bases say, field by field."""
+    if len(seen) > MOST_BASES:
+        raise ValueError(f"{seen[0]} has a chain of more than {MOST_BASES} bases")
     text, place = _read(name, seen)
     if place in seen:
         raise ValueError(f"a recipe is among its own bases: {' -> '.join((*seen, place))}")
-    own = _parsed(text, place) or {}
+    own = parse_yaml(text, place) or {}
     if not isinstance(own, dict):
         raise ValueError(f"{place} must hold keys and values, not a {type(own).__name__}")
     base = own.pop("base", None)
@@ -254,12 +267,16 @@ def _check_head(name: Any, **options: Any) -> None:
     check_head_options(name, options)
     dims = options.get("k", 1)
     dims = dims if isinstance(dims, list) else [dims]
-    width = max((dim for dim in dims if isinstance(dim, int)), default=1)
-    try:  # the head itself knows; the smallest one will do, and must not draw from the random numbers of a run
-        with torch.random.fork_rng(devices=[]):
-            create_head(name, max(64, width) + 1, len(dims), **options)
+    sizes = [dim for dim in dims if isinstance(dim, int)]
+    if len(sizes) == len(dims) > 2:
+        options = {**options, "k": [min(dims), max(dims)]}  # of many classes these two can be wrong
+    # The head itself knows what it takes. On the device "meta" it needs no memory and draws no random numbers.
+    try:
+        create_head(name, max(64, *sizes, 0) + 1, min(len(dims), 2), **options, device="meta")
     except (ValueError, TypeError) as error:
         raise type(error)(f"head {name!r} with {options}: {error}") from None
+    except (RuntimeError, OverflowError) as error:  # sizes that no tensor can have
+        raise ValueError(f"head {name!r} with {options}: {str(error).splitlines()[0]}") from None
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
@@ -294,21 +311,22 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
 
 def _read(name: str | Path, seen: tuple[str, ...]) -> tuple[str, str]:
     """The text of a recipe and its name or path."""
-    path, file = Path(name), _folder() / f"{name}.yaml"
-    packaged = "/" not in str(name) and file.is_file()
-    if path.is_dir() and not packaged:
+    path, packaged = Path(name), _is_packaged(name)
+    if packaged:
+        return (_folder() / f"{name}.yaml").read_text(encoding="utf-8"), str(name)
+    if path.is_dir():
         path = path / ARGS
         if not path.is_file():
             raise ValueError(f"{name} is a folder without {ARGS}, so not that of a run: give the name of a recipe")
     if path.suffix in (".yaml", ".yml"):
-        return path.read_text(), os.path.normpath(path)  # so that a circle of bases comes back to the same path
-    if not packaged:
-        of = f" (the base of {seen[-1]})" if seen else ""
-        hint = nearest(str(name), recipe_names())
-        raise ValueError(
-            f"there is no recipe {str(name)!r}{of}{hint}; `grassy recipes` lists them, or give a .yaml file"
-        )
-    return file.read_text(), str(name)
+        return read_text(path, MOST_RECIPE), os.path.normpath(path)  # so that a circle of bases meets itself
+    of = f" (the base of {seen[-1]})" if seen else ""
+    hint = nearest(str(name), recipe_names())
+    raise ValueError(f"there is no recipe {str(name)!r}{of}{hint}; `grassy recipes` lists them, or give a .yaml file")
+
+
+def _is_packaged(name: str | Path) -> bool:
+    return "/" not in str(name) and len(str(name)) < 200 and (_folder() / f"{name}.yaml").is_file()
 
 
 def _beside(base: Any, place: str) -> str | Path:
@@ -320,19 +338,3 @@ def _beside(base: Any, place: str) -> str | Path:
 
 def _folder() -> Any:
     return resources.files("grassy") / "recipes"
-
-
-def _parsed(text: str, place: str) -> Any:
-    """What a text of YAML says; 1e-3, without a point, is a number as in YAML 1.2, and not PyYAML's string."""
-    import yaml  # an extra
-
-    class Loader(yaml.SafeLoader):
-        pass
-
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-    )
-    try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{place} is not YAML: {error}") from None

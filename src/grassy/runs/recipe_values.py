@@ -1,8 +1,10 @@
 """Values that the settings of a recipe may have."""
 
+import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from grassy.runs.schema import INTERPOLATIONS, LEAST_CROP, MOST_CLASSES, MOST_PIXELS
 from grassy.spelling import nearest
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "retraction": ("geodesic", "qf"),
     "transport": ("projection", "parallel"),
     "remode": ("const", "rand", "pixel"),
-    "interpolation": ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"),
+    "interpolation": INTERPOLATIONS,
 }
 
 #: What the name of a timm reader begins with. timm itself takes any other name for a folder of images, in which it
@@ -41,6 +43,16 @@ NONNEGATIVE: tuple[str, ...] = (
 NONNEGATIVE += ("mixup", "cutmix", "color_jitter", "seed", "checkpoint_interval")
 PROBABILITIES = ("hflip", "reprob", "smoothing", "drop_path", "mixup_prob", "mixup_switch_prob")
 FACTORS = ("crop_pct", "layer_decay", "decay_rate")
+#: Beyond this a value is a slip of the hand, and would take memory or time without end.
+MOST: dict[str, int] = {
+    **dict.fromkeys(("epochs", "val_interval", "warmup_epochs", "aug_repeats"), 10**6),
+    **dict.fromkeys(("batch_size", "val_batch_size", "grad_accum_steps"), 2**24),
+    **dict.fromkeys(("img_size", "test_size", "padding"), MOST_PIXELS),
+    "num_classes": MOST_CLASSES,
+    "workers": 1024,
+    "color_jitter": 100,
+}
+MOST_AUGMENTATION = 1000
 
 
 def check_values(recipe: "Recipe") -> None:
@@ -60,9 +72,14 @@ def check_values(recipe: "Recipe") -> None:
     check_dataset(recipe.dataset)
     require(POSITIVE, lambda value: value >= 1, "be at least 1")
     require(NONNEGATIVE, lambda value: value >= 0, "not be negative")
+    for name, most in MOST.items():
+        require([name], float(most).__ge__, f"be at most {most}")
+    require(["decay_milestones"], lambda value: len(value) <= 1000, "be at most 1000 numbers")
+    require(["aa"], _is_modest, f"be a policy of timm without numbers beyond {MOST_AUGMENTATION} (n: 100)")
     require(["seed"], lambda value: value < 2**63, "be less than 2**63")
     require(PROBABILITIES, lambda value: 0 <= value <= 1, "lie between 0 and 1")
     require(FACTORS, lambda value: 0 < value <= 1, "lie in (0, 1]")
+    require(["crop_pct"], lambda value: value >= LEAST_CROP, f"be at least {LEAST_CROP}")
     require(["model_ema_decay"], lambda value: 0 <= value < 1, "lie in [0, 1)")
     require(["clip_grad"], lambda value: value > 0, "be positive")
     require(["mean", "std"], lambda value: len(value) == 3, "be three numbers, of red, green and blue")
@@ -86,6 +103,13 @@ def check_values(recipe: "Recipe") -> None:
         raise ValueError(f"decay_milestones are for sched step, not {recipe.sched}")
     if recipe.smoothing and recipe.loss.startswith("bce") and not recipe.mixes:
         raise ValueError("smoothing goes with bce only where mixup or cutmix make soft targets")
+
+
+def _is_modest(policy: str) -> bool:
+    """Whether the numbers in the name of an augmentation are of a size that timm would finish with."""
+    numbers = [float(found) for found in re.findall(r"\d+(?:\.\d*)?", policy[:1000])]
+    layers = [int(found) for found in re.findall(r"-n(\d{1,9})", policy)]
+    return len(policy) <= 200 and max(numbers, default=0) <= MOST_AUGMENTATION and max(layers, default=0) <= 100
 
 
 def check_dataset(name: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from grassy.heads import GrassmannHead
 from grassy.runs.atomic import write_atomically
+from grassy.runs.schema import check_description, parse_json
 from grassy.runs.state import STATE, read_torch
 
 BEST, LAST = "model_best.safetensors", "last.safetensors"
@@ -69,23 +70,9 @@ def read_description(path: Path) -> Description:
     if text is None:
         raise ValueError(f"{path} says nothing about its model: it was not written by grassy train")
     try:
-        values = json.loads(text)
-        known = {f.name for f in dataclasses.fields(Description)}
-        description = Description(**{key: value for key, value in values.items() if key in known})
-        return _checked(description)
-    except (ValueError, TypeError, AttributeError) as error:
+        return Description(**check_description(parse_json(text)))
+    except ValueError as error:
         raise ValueError(f"{path} has a description that cannot be read: {error}") from None
-
-
-def _checked(description: Description) -> Description:
-    """The description with the types that its fields must have: a file may say anything."""
-    for name, kind in (("model", str), ("num_classes", int), ("head", dict), ("model_kwargs", dict), ("img_size", int)):
-        if not isinstance(getattr(description, name), kind):
-            raise TypeError(f"{name} must be of type {kind.__name__}, got {getattr(description, name)!r}")
-    if not isinstance(description.head.get("name"), str):
-        raise TypeError(f"the head must have a name, got {description.head!r}")
-    mean, std = (tuple(float(number) for number in numbers) for numbers in (description.mean, description.std))
-    return dataclasses.replace(description, mean=mean, std=std)
 
 
 def weights_file(path: Path) -> Path:

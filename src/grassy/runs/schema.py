@@ -1,0 +1,211 @@
+"""What is read from files, checked in one place: regular files of bounded size, and values of known types and bounds.
+
+A file may say anything. What it says comes out of here as plain, bounded values, or as one ValueError.
+"""
+
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Mapping
+from typing import IO, Any
+
+#: Of a recipe, of a description or a summary, and of an analysis, which holds the angles of all pairs of classes.
+MOST_RECIPE, MOST_DESCRIPTION, MOST_ANALYSIS = 2**20, 2**26, 2**30
+MOST_CLASSES = 10**8
+MOST_PIXELS = 4096  # of a side of an image that a model takes
+LEAST_CROP = 0.1  # an image is resized to the size of the crop divided by this, at most
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+
+#: Options of timm that say where weights come from, not what a model is.
+OTHER_SOURCES = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+
+Check = Callable[[str, Any], Any]
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+    """A file to read from. What is not a regular file, such as a FIFO, which would block, raises a ValueError."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{os.fspath(path)} is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_text(path: str | os.PathLike[str], most: int) -> str:
+    """The text of a regular file of at most so many bytes, in UTF-8."""
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{os.fspath(path)} has more than {most:,} bytes")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{os.fspath(path)} is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def parse_json(text: str) -> Any:
+    """What a text of JSON says; every way in which it can be wrong is a ValueError."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+# ------------------------------------------------------------------------------------------------ values
+
+
+def fail(name: str, allowed: str, value: Any) -> ValueError:
+    shown = repr(value)
+    return ValueError(f"{name} must be {allowed}, got {shown if len(shown) <= 80 else f'{shown[:77]}...'}")
+
+
+def integer(least: int, most: int) -> Check:
+    def check(name: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise fail(name, f"an integer from {least} to {most}", value)
+        return value
+
+    return check
+
+
+def number(least: float, most: float) -> Check:
+    def check(name: str, value: Any) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+            raise fail(name, f"a number from {least:g} to {most:g}", value)
+        return float(value)
+
+    return check
+
+
+def text(most: int) -> Check:
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, str) or len(value) > most:
+            raise fail(name, f"a string of at most {most} characters", value)
+        return value
+
+    return check
+
+
+def one_of(*allowed: str) -> Check:
+    def check(name: str, value: Any) -> str:
+        if value not in allowed:
+            raise fail(name, f"one of {', '.join(allowed)}", value)
+        return str(value)
+
+    return check
+
+
+def list_of(each: Check, least: int, most: int) -> Check:
+    def check(name: str, value: Any) -> list[Any]:
+        if not isinstance(value, list | tuple) or not least <= len(value) <= most:
+            size = str(least) if least == most else f"{least} to {most}"
+            raise fail(name, f"a list of length {size}", value)
+        return [each(f"{name}[{place}]", item) for place, item in enumerate(value)]
+
+    return check
+
+
+def or_none(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def options(largest: float, most: int = 10_000, depth: int = 4) -> Check:
+    """A mapping of plain values: numbers up to `largest`, strings, lists and mappings of at most so many items."""
+
+    def plain(name: str, value: Any, depth: int) -> Any:
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, int):
+            return integer(-int(largest), int(largest))(name, value)
+        if isinstance(value, float):
+            return number(-largest, largest)(name, value)
+        if isinstance(value, str):
+            return text(10_000)(name, value)
+        if depth == 0 or not isinstance(value, list | tuple | dict) or len(value) > most:
+            raise fail(name, f"plain values, at most {most} of them and not nested deeply", value)
+        if not isinstance(value, dict):
+            return [plain(name, item, depth - 1) for item in value]
+        return {
+            text(200)(f"a key of {name}", key): plain(f"{name}.{key}", item, depth - 1) for key, item in value.items()
+        }
+
+    def check(name: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise fail(name, "a mapping", value)
+        found: dict[str, Any] = plain(name, value, depth)
+        return found
+
+    return check
+
+
+def check_model_kwargs(name: str, value: Any) -> dict[str, Any]:
+    """Options of an architecture: sizes and rates, never a place to fetch weights from."""
+    found = options(2**16, most=1000)("model_kwargs", value)
+    if wrong := next((key for key in found if key in OTHER_SOURCES), None):
+        raise ValueError(
+            f"model_kwargs.{wrong} is not accepted: it says where weights come from, for which there is "
+            "--initial-checkpoint"
+        )
+    if not isinstance(found.get("pretrained", False), bool):
+        raise fail("model_kwargs.pretrained", "true or false", found["pretrained"])
+    return found
+
+
+def check_head(name: str, value: Any) -> dict[str, Any]:
+    """The name of a head and its options; the head itself knows more about them."""
+    found = options(1e6, most=MOST_CLASSES)(name, value)
+    text(100)("head.name", found.get("name"))
+    return found
+
+
+def _colours(least: float, most: float) -> Check:
+    check = list_of(number(least, most), 3, 3)
+    return lambda name, value: tuple(check(name, value))
+
+
+def _metrics(name: str, value: Any) -> dict[str, float]:
+    if not isinstance(value, dict) or len(value) > 1000:
+        raise fail(name, "a mapping", value)
+    return {str(key): float(item) for key, item in value.items() if isinstance(item, int | float)}
+
+
+#: What a file of weights says about its model (`Description`), field by field.
+DESCRIPTION: dict[str, Check] = {
+    "model": text(200),
+    "num_classes": integer(1, MOST_CLASSES),
+    "head": check_head,
+    "model_kwargs": check_model_kwargs,
+    "class_names": or_none(list_of(text(10_000), 0, MOST_CLASSES)),
+    "img_size": integer(1, MOST_PIXELS),
+    "crop_pct": number(LEAST_CROP, 1.0),
+    "interpolation": one_of(*INTERPOLATIONS),
+    "mean": _colours(-1e6, 1e6),
+    "std": _colours(1e-6, 1e6),
+    "recipe": options(2.0**63),
+    "epoch": or_none(integer(0, 2**63)),
+    "metrics": _metrics,
+    "version": text(200),
+}
+
+
+def check_description(values: Any) -> dict[str, Any]:
+    """The known fields of a description, with their types and within their bounds; a ValueError names what is not."""
+    if not isinstance(values, dict):
+        raise fail("the description", "a mapping", values)
+    for name in ("model", "num_classes", "head"):
+        if name not in values:
+            raise ValueError(f"it has no {name}")
+    return {name: check(name, values[name]) for name, check in DESCRIPTION.items() if name in values}
+
+
+def finite(value: Any) -> Any:
+    """Plain values for JSON, which has no NaN and no infinity: None in their place."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
