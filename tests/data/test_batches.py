@@ -270,4 +270,9 @@ def test_the_folders_of_the_reader_are_the_leaves(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / ".hidden").mkdir()
-    assert sorted(files.class_folders(tmp_path)) == [str(tmp_path / "a" / "b"), str(tmp_path / "c")]
+    with pytest.raises(ValueError, match="holds no images"):
+        files.open_files(tmp_path)
+    Image.new("RGB", (2, 2)).save(tmp_path / "a" / "b" / "0.png")
+    with pytest.raises(ValueError, match=rf"class folder {tmp_path / 'c'} holds no images"):
+        files.open_files(tmp_path)
+    assert files.open_files(tmp_path, ["c", "b"]).class_to_idx == {"c": 0, "b": 1}

@@ -1,116 +1,108 @@
-"""Class folders and tars through timm's readers: which of their files are images, and of which class.
+"""Class folders and tars: which of their files are images, and of which class.
 
 What is hidden, its name beginning with a dot, is not looked at: editors and systems leave copies of images there.
 """
 
+import io
 import os
 import tarfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, NamedTuple
 
+from grassy.runs.schema import open_regular
 from grassy.spelling import natural_key
 from grassy.torchvision_import import import_torchvision
 
 #: Of images that Pillow reads, beside those that timm looks for.
 MORE_SUFFIXES = {".avif", ".bmp", ".jfif", ".jp2", ".pgm", ".ppm", ".tif", ".tiff", ".webp"}
-
-
-def open_files(root: Path, class_names: Sequence[str] | None = None) -> Any:
-    """A reader of timm for a folder of class folders, a folder of tars, or a tar.
-
-    class_names: of the training set, whose numbering a validation set has to share; None for the set that defines it.
-    """
-    image_suffixes()
-    tars = [root] if root.suffix == ".tar" and root.is_file() else sorted(root.glob("*.tar"))
-    tars = [tar for tar in tars if tar == root or not is_hidden(tar.name)]
-    return _open_tars(root, tars, class_names) if tars else _open_folders(root, class_names)
+BLOCK = tarfile.BLOCKSIZE
+#: A tar may hold tars, of a class each; what lies deeper is refused.
+MOST_TARS_WITHIN = 2
 
 
 def image_suffixes() -> frozenset[str]:
-    """The suffixes of files that are taken for images: timm's own, and more that Pillow reads. timm is told of them."""
+    """The suffixes of files that are taken for images: timm's own, and more that Pillow reads."""
     import_torchvision()
-    from timm.data import add_img_extensions, get_img_extensions
+    from timm.data import get_img_extensions
 
-    add_img_extensions(sorted(MORE_SUFFIXES - set(get_img_extensions())))
-    return frozenset(get_img_extensions())
-
-
-def _no_images(root: Path) -> ValueError:
-    return ValueError(f"{root} holds no images ({', '.join(sorted(image_suffixes()))})")
+    return frozenset(get_img_extensions()) | MORE_SUFFIXES
 
 
 def is_hidden(path: str) -> bool:
     return any(part.startswith(".") and part not in (".", "..") for part in path.replace(os.sep, "/").split("/"))
 
 
-def _open_folders(root: Path, class_names: Sequence[str] | None) -> Any:
-    from timm.data.readers.reader_image_folder import ReaderImageFolder
+def walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Each folder at or below the root, with the names of its folders and files, sorted, the hidden ones left out.
 
-    try:
-        reader = ReaderImageFolder(str(root))
-    except RuntimeError:
-        raise _no_images(root) from None
-    begin = len(os.path.join(root, ""))
-    files = [file for file, _ in reader.samples if not is_hidden(file[begin:])]
-    stray = next((file for file in files if os.sep not in file[begin:]), None)
-    if stray is not None:
-        raise ValueError(f"{stray} lies in no class folder: move it into that of its class, or away")
-    folders = [os.path.dirname(file) for file in files]
-    names = [os.path.basename(folder) for folder in folders]
-    places = {os.path.basename(folder): folder for folder in (*class_folders(root), *folders)}
-    empty = sorted(set(places) - set(names))
-    if class_names is None and empty:
-        raise ValueError(f"class folder {places[empty[0]]} holds no images: fill or remove it")
-    reader.class_to_idx = _numbers(places, class_names)
-    reader.samples = [(file, reader.class_to_idx[name]) for file, name in zip(files, names, strict=True)]
-    if not files:
-        raise _no_images(root)
-    return reader
+    Links are followed, and each real folder is visited once, whatever links lead to it. A folder that may not be read
+    raises, where os.walk would leave it out without a word.
+    """
 
+    def stop(error: OSError) -> None:
+        raise error
 
-def class_folders(root: Path) -> list[str]:
-    """The folders with nothing but files in them: the leaves, which timm takes for the classes."""
-    leaves = []
-    for folder, below, _ in os.walk(root, followlinks=True):
-        below[:] = [name for name in below if not is_hidden(name)]
-        if not below and folder != str(root):
-            leaves.append(folder)
-    return leaves
-
-
-def _open_tars(root: Path, tars: Iterable[Path], class_names: Sequence[str] | None) -> Any:
-    from timm.data.readers.reader_image_in_tar import ReaderImageInTar
-
-    for tar in tars:
-        if not tarfile.is_tarfile(tar):
-            raise ValueError(f"{tar} is not a tar, or a damaged one")
-    try:
-        reader = ReaderImageInTar(str(root))
-    except tarfile.TarError as error:
-        raise ValueError(f"{root} cannot be read as tar: {error}") from None
-    except ValueError as error:
-        if "to unpack" not in str(error):
-            raise
-        raise _no_images(root) from None  # timm unpacks an empty list
-    kept, names = [], []
-    for number, (member, tar, inner_tar) in enumerate(reader.samples):
-        # timm would call a class "." if the paths in its tar begin with "./".
-        outer = [Path(file).stem for file in (tar, inner_tar and inner_tar.name) if file]
-        path = PurePosixPath(*outer, member.path)
-        if is_hidden(str(path)):
+    seen = set()
+    for folder, below, names in os.walk(root, followlinks=True, onerror=stop):
+        place = os.path.realpath(folder)
+        if place in seen:
+            below.clear()
             continue
-        if len(path.parts) == 1:
-            raise ValueError(f"{member.path} of {root} lies in no class folder: move it into that of its class")
-        kept.append(number)
-        names.append(path.parent.name)
-    if not kept:
-        raise _no_images(root)
-    numbers = _numbers({name: f"{name} of {root}" for name in names}, class_names)
-    reader.class_name_to_idx = numbers
-    reader.class_idx_to_name = {number: name for name, number in numbers.items()}
-    reader.samples, reader.targets = reader.samples[kept], [numbers[name] for name in names]
-    return reader
+        seen.add(place)
+        below[:] = sorted(name for name in below if not is_hidden(name))
+        yield folder, list(below), sorted(name for name in names if not is_hidden(name))
+
+
+class Place(NamedTuple):
+    """Where the bytes of an image are: a file, or a part of one."""
+
+    path: str
+    offset: int = 0
+    size: int | None = None  # None: all of the file
+
+
+class ClassReader:
+    """Images by index, each as an open file with its label: what timm's readers are to a data set."""
+
+    def __init__(self, names: list[str], places: list[Place], labels: list[int], classes: dict[str, int]) -> None:
+        self.names, self.places, self.targets, self.class_to_idx = names, places, labels, classes
+
+    @property
+    def reader(self) -> "ClassReader":
+        return self
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> tuple[IO[bytes], int]:
+        path, offset, size = self.places[index]
+        file = open_regular(path)
+        if size is None:
+            return file, self.targets[index]
+        with file:
+            file.seek(offset)
+            return io.BytesIO(file.read(size)), self.targets[index]
+
+    def filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        return os.path.basename(self.names[index]) if basename else self.names[index]
+
+
+def open_files(root: Path, class_names: Sequence[str] | None = None) -> ClassReader:
+    """A reader of a folder of class folders, a folder of tars, or a tar.
+
+    class_names: of the training set, whose numbering a validation set has to share; None for the set that defines it.
+    """
+    if root.suffix == ".tar" and not root.is_dir():
+        return _open_tars(root, [root], class_names)
+    if not root.is_dir():
+        raise ValueError(f"{root} is neither a folder nor a .tar")
+    tars = [tar for tar in sorted(root.glob("*.tar")) if not is_hidden(tar.name)]
+    return _open_tars(root, tars, class_names) if tars else _open_folders(root, class_names)
+
+
+def _no_images(root: Path) -> ValueError:
+    return ValueError(f"{root} holds no images ({', '.join(sorted(image_suffixes()))})")
 
 
 def _numbers(places: dict[str, str], class_names: Sequence[str] | None) -> dict[str, int]:
@@ -122,3 +114,114 @@ def _numbers(places: dict[str, str], class_names: Sequence[str] | None) -> dict[
         if name not in numbers:
             raise ValueError(f"{place} is a class that the training set does not have")
     return numbers
+
+
+# --------------------------------------------------------------------------------------------------- folders
+
+
+def _open_folders(root: Path, class_names: Sequence[str] | None) -> ClassReader:
+    suffixes = image_suffixes()
+    files: list[str] = []
+    places: dict[str, str] = {}  # where a class was found: the leaves, and the folders with images
+    for folder, below, names in walk(root):
+        images = [os.path.join(folder, name) for name in names if os.path.splitext(name)[1].lower() in suffixes]
+        if images and folder == str(root):
+            raise ValueError(f"{images[0]} lies in no class folder: move it into that of its class, or away")
+        if images or (not below and folder != str(root)):
+            places[os.path.basename(folder)] = folder
+        files += images
+    if not files:
+        raise _no_images(root)
+    files.sort(key=lambda file: (natural_key(file), file))
+    names = [os.path.basename(os.path.dirname(file)) for file in files]
+    empty = sorted(set(places) - set(names))
+    if class_names is None and empty:
+        raise ValueError(f"class folder {places[empty[0]]} holds no images: fill or remove it")
+    numbers = _numbers(places, class_names)
+    return ClassReader(files, [Place(file) for file in files], [numbers[name] for name in names], numbers)
+
+
+# --------------------------------------------------------------------------------------------------- tars
+
+
+def _open_tars(root: Path, tars: Iterable[Path], class_names: Sequence[str] | None) -> ClassReader:
+    """Images are read by their places in a tar: no process shares the position of an open file with another."""
+    found: list[tuple[str, str, Place]] = []  # the path of an image in its tar, its class, its place
+    for tar in tars:
+        with open_regular(tar) as file:
+            outer = [] if tar == root else [tar.stem]
+            for path, offset, size in _images_in(file, 0, os.path.getsize(tar), tar, 0):
+                # A class would be called "." if the paths in its tar begin with "./".
+                whole = PurePosixPath(*outer, *path)
+                if is_hidden(str(whole)):
+                    continue
+                if len(whole.parts) == 1:
+                    raise ValueError(f"{whole} of {root} lies in no class folder: move it into that of its class")
+                found.append((path[-1], whole.parent.name, Place(str(tar), offset, size)))
+    if not found:
+        raise _no_images(root)
+    found.sort(key=lambda image: natural_key(image[0]))
+    names = [name for _, name, _ in found]
+    numbers = _numbers({name: f"{name} of {root}" for name in names}, class_names)
+    labels = [numbers[name] for name in names]
+    return ClassReader([path for path, _, _ in found], [place for *_, place in found], labels, numbers)
+
+
+def _images_in(
+    file: IO[bytes], begin: int, size: int, tar: Path, within: int
+) -> Iterator[tuple[tuple[str, ...], int, int]]:
+    """Path (after those of the tars it is in), offset and size of each image of a tar, which is a part of a file.
+
+    A tar that is cut short, or a member that claims more than there is, raises a ValueError.
+    """
+    suffixes = image_suffixes()
+    if within > MOST_TARS_WITHIN:
+        raise ValueError(f"{tar} holds tars in tars in tars")
+    try:
+        with tarfile.open(fileobj=_Part(file, begin, size), mode="r:") as archive:  # type: ignore[call-overload]
+            for member in archive:
+                suffix = os.path.splitext(member.path)[1].lower()
+                if not member.isfile() or suffix not in suffixes | {".tar"}:
+                    continue
+                if member.sparse is not None or member.offset_data + member.size > size:
+                    raise tarfile.ReadError(f"{member.path} is not all there")
+                offset = begin + member.offset_data
+                if suffix == ".tar":
+                    stem = str(PurePosixPath(member.path).with_suffix(""))
+                    for path, place, length in _images_in(file, offset, member.size, tar, within + 1):
+                        yield (PurePosixPath(stem).name, *path), place, length
+                else:
+                    yield (member.path,), offset, member.size
+            end = archive.offset
+    except (tarfile.TarError, OverflowError) as error:
+        raise ValueError(f"{tar} is not a tar, or a damaged one: {error}") from None
+    file.seek(begin + end)
+    if end + BLOCK > size or file.read(BLOCK) != bytes(BLOCK):
+        raise ValueError(f"{tar} is not a tar, or a damaged one: nothing marks its end at byte {begin + end}")
+
+
+class _Part(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: IO[bytes], begin: int, size: int) -> None:
+        self.file, self.begin, self.size, self.place = file, begin, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.size}[whence]
+        return self.place
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self.size - self.place)
+        self.file.seek(self.begin + min(self.place, self.size))
+        content = self.file.read(left if size < 0 else min(size, left))
+        self.place += len(content)
+        return content

@@ -1,10 +1,37 @@
-"""From what Pillow opens to RGB of eight bits, and in a few words why that failed."""
+"""Image files: opened with Pillow if they are of a format that we mean, as RGB of eight bits, and why that failed."""
 
-from typing import Any
+import functools
+from typing import IO, Any
 
 import numpy as np
 
+from grassy.runs.schema import open_regular
+
 SIXTEEN_BITS = 2**16 - 1
+#: Pillow knows many more, some of which start other programs: PostScript in a .jpg would run in Ghostscript. MPO is
+#: what many cameras call JPEG.
+FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000", "AVIF")
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    from PIL import Image
+
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)  # AVIF is not in every Pillow
+
+
+def open_image(file: IO[bytes]) -> Any:
+    """An image of Pillow, of which the header has been read, from a file of one of the formats above."""
+    from PIL import Image
+
+    return Image.open(file, formats=_formats())
+
+
+def read_rgb(path: Any) -> Any:
+    """The image in a regular file, as RGB."""
+    with open_regular(path) as file:
+        return to_rgb(open_image(file))
 
 
 def to_rgb(image: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Labelled images, wherever they lie: folders and tars through timm's readers, arrays in .npz files, the digits.
+"""Labelled images, wherever they lie: class folders, tars, arrays in .npz files, the digits.
 
 All of them look the same: a length, class names, an image and its label by index, and a name for messages.
 """
@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from grassy.data.class_folders import is_hidden, open_files
-from grassy.data.decode import to_rgb
+from grassy.data.decode import open_image, to_rgb
 from grassy.runs.recipe_values import check_dataset
+from grassy.runs.schema import open_regular
 from grassy.spelling import nearest
 from grassy.torchvision_import import import_torchvision
 
@@ -54,7 +55,8 @@ def open_images(dataset: str, data_dir: Path | None, split: str, class_names: Se
     if dataset == "":
         if data_dir.suffix == ".npz" or (data_dir.is_dir() and _npz(data_dir, split)):
             return arrays_from_file(data_dir, split, class_names)
-        return _from_files(data_dir, split, class_names)
+        root = _split_folder(data_dir, split) if data_dir.is_dir() else data_dir
+        return images_from_files(root, class_names)
     return _from_timm(dataset, data_dir, split)
 
 
@@ -68,6 +70,7 @@ class ArrayImages:
         if (
             images.dtype != np.uint8
             or images.ndim not in (3, 4)
+            or 0 in images.shape[1:]
             or (images.ndim == 4 and images.shape[3] not in (1, 3))
         ):
             shape = f"{images.dtype} {images.shape}"
@@ -109,7 +112,7 @@ def arrays_from_file(path: Path, split: str, class_names: Sequence[str] | None =
     if file is None:
         raise ValueError(f"{path} has no file {' or '.join(f'{name}.npz' for name in _split_names(split))}")
     try:
-        with np.load(file, allow_pickle=False) as arrays:
+        with open_regular(file) as stream, np.load(stream, allow_pickle=False) as arrays:
             images, labels = (
                 next((arrays[name] for name in names if name in arrays), None)
                 for names in (("x", "images"), ("y", "labels"))
@@ -156,7 +159,7 @@ def digits(split: str) -> ArrayImages:
 
 
 class ReaderImages:
-    """What a random-access reader of timm, or a data set of torchvision, gives."""
+    """What a reader of class folders, a random-access reader of timm, or a data set of torchvision gives."""
 
     def __init__(self, dataset: Any, where: str) -> None:
         self.dataset, self.where = dataset, where
@@ -170,15 +173,13 @@ class ReaderImages:
         return len(self.dataset)
 
     def load(self, index: int) -> tuple[Any, int]:
-        from PIL import Image
-
         if self.reader is None:
             image, label = self.dataset[index]
             return to_rgb(image), int(label)
         # The reader itself, not timm's ImageDataset, which would quietly take another image for one that is broken.
         file, label, *_ = self.reader[index]
         with file:
-            return to_rgb(Image.open(file)), int(label)
+            return to_rgb(open_image(file)), int(label)
 
     def name(self, index: int) -> str:
         if self.reader is None:
@@ -186,19 +187,16 @@ class ReaderImages:
         return str(self.reader.filename(index, absolute=True))
 
     def labels(self) -> np.ndarray | None:
-        samples = getattr(self.reader, "samples", None)
+        samples = getattr(self.reader, "samples", None)  # of timm's
         targets = getattr(self.reader, "targets", getattr(self.dataset, "targets", None))
         if targets is None and samples is not None:
             targets = [label for _, label in samples]
         return None if targets is None else np.asarray(targets, dtype=np.int64)
 
 
-def _from_files(data_dir: Path, split: str, class_names: Sequence[str] | None) -> Images:
-    import_torchvision()
-    from timm.data import ImageDataset
-
-    root = _split_folder(data_dir, split) if data_dir.is_dir() else data_dir
-    return ReaderImages(ImageDataset(str(root), reader=open_files(root, class_names)), str(root))
+def images_from_files(root: Path, class_names: Sequence[str] | None = None) -> Images:
+    """Images in class folders, or in tars."""
+    return ReaderImages(open_files(root, class_names), str(root))
 
 
 def _from_timm(name: str, data_dir: Path, split: str) -> Images:

@@ -121,8 +121,7 @@ def _batch_size(recipe: Recipe, images: int, parts: int) -> tuple[int, list[str]
 
 def _unusual(images: Images) -> list[str]:
     """What to say of images in a format beside the usual ones: they may be masks, or copies."""
-    samples = getattr(getattr(images, "reader", None), "samples", [])
-    files = [sample[0] for sample in samples if isinstance(sample[0], str)]  # in a tar they are something else
+    files = getattr(getattr(images, "reader", None), "names", [])
     kinds = Counter(os.path.splitext(file)[1].lower() for file in files)
     some = {kind: count for kind, count in kinds.items() if kind in MORE_SUFFIXES}
     if not some or len(some) == len(kinds):

@@ -8,15 +8,16 @@ Images of a WebDataset that cannot be read are left out and told with the next b
 of timm stop at them.
 """
 
+import io
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from grassy.data.decode import reason_for, to_rgb
+from grassy.data.decode import open_image, reason_for, to_rgb
 from grassy.data.loader import Batch, Failure, Share, checked, collate, on_device, worker_options
 from grassy.data.transforms import Transform
 from grassy.runs.recipe import Recipe
@@ -118,8 +119,11 @@ def _start_webdataset(reader: Any) -> None:
             stage.args = (partial(_decode, decode), *stage.args[1:])
 
 
-def _decode(decode: Callable[[dict[str, Any]], dict[str, Any] | None], sample: dict[str, Any]) -> dict[str, Any] | None:
+def _decode(decode: partial[Any], sample: dict[str, Any]) -> dict[str, Any] | None:
     try:
+        for key in decode.keywords["image_key"].split(";"):
+            if key in sample:
+                open_image(io.BytesIO(sample[key]))  # the header alone: timm would take all that Pillow knows
         decoded = decode(sample)
         return decoded and {**decoded, "jpg": to_rgb(decoded["jpg"])}
     except Exception as error:  # as for files

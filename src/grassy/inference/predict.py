@@ -15,8 +15,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-from grassy.data.class_folders import image_suffixes, is_hidden
-from grassy.data.decode import reason_for, to_rgb
+from grassy.data.class_folders import image_suffixes, walk
+from grassy.data.decode import read_rgb, reason_for
 from grassy.data.transforms import Transform, eval_transform
 from grassy.distributed.processes import find_device
 from grassy.heads import heads_of
@@ -78,7 +78,8 @@ def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            found = sorted(file for file in _files_below(path) if file.suffix.lower() in suffixes)
+            below = (Path(folder, name) for folder, _, names in walk(path) for name in names)
+            found = sorted(file for file in below if file.suffix.lower() in suffixes)
             if not found:
                 raise ValueError(f"{path} holds no images ({', '.join(sorted(suffixes))})")
             files += found
@@ -89,21 +90,6 @@ def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     if not files:
         raise ValueError("of which images? give files or folders")
     return files
-
-
-def _files_below(root: Path) -> Iterator[Path]:
-    def stop(error: OSError) -> None:
-        raise error  # os.walk would leave out a folder that it may not read, without a word
-
-    seen = set()
-    for folder, below, names in os.walk(root, followlinks=True, onerror=stop):
-        place = os.path.realpath(folder)
-        if place in seen:  # a link back up would be followed for ever
-            below.clear()
-            continue
-        seen.add(place)
-        below[:] = sorted(name for name in below if not is_hidden(name))
-        yield from (Path(folder, name) for name in names if not is_hidden(name))
 
 
 # ------------------------------------------------------------------------------------------------ the model
@@ -180,11 +166,8 @@ def _read_ahead(files: Sequence[Path], size: int, transform: Transform) -> Itera
 
 
 def _read(path: Path, transform: Transform) -> Tensor | str:
-    from PIL import Image
-
     try:
-        with Image.open(path) as image:
-            return transform(to_rgb(image))
+        return transform(read_rgb(path))
     except Exception as error:  # a damaged file fails in any way that its decoder has, SyntaxError among them
         return reason_for(error)
 

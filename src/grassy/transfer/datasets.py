@@ -1,5 +1,6 @@
 """The data sets of the paper's transfer tables by name, with their splits and metrics, and sets of one's own."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from grassy.data.class_folders import is_hidden, open_files
+from grassy.data.class_folders import is_hidden
+from grassy.data.decode import read_rgb
 from grassy.data.images import (
     TRAIN_NAMES,
     VALIDATION_NAMES,
@@ -16,6 +18,7 @@ from grassy.data.images import (
     Joined,
     ReaderImages,
     arrays_from_file,
+    images_from_files,
     open_images,
 )
 from grassy.spelling import nearest
@@ -102,10 +105,7 @@ def _place(folder: Path, names: Sequence[str]) -> Path | None:
 def _open(place: Path, class_names: Sequence[str] | None = None) -> Images:
     if place.suffix == ".npz":
         return arrays_from_file(place, place.stem, class_names)
-    import_torchvision()
-    from timm.data import ImageDataset
-
-    return ReaderImages(ImageDataset(str(place), reader=open_files(place, class_names)), str(place))
+    return images_from_files(place, class_names)
 
 
 def _from_readers(name: str, data_dir: Path | None) -> tuple[Images, Images]:
@@ -151,6 +151,12 @@ def _images(dataset: Any, name: str) -> Images:
 
 class FileImages(ReaderImages):
     """A data set of torchvision that reads files: their names are known, and so are the labels."""
+
+    def load(self, index: int) -> tuple[Any, int]:
+        labels, file = self.labels(), self.name(index)
+        if labels is None or not os.path.exists(file):
+            return super().load(index)
+        return read_rgb(file), int(labels[index])
 
     def name(self, index: int) -> str:
         files = next((v for k, v in vars(self.dataset).items() if k in ("_image_files", "_images")), None)

@@ -1,0 +1,221 @@
+"""Data that is not what it seems: read as it should be, or named in one line, and never a hang."""
+
+import io
+import os
+import shutil
+import tarfile
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from grassy.data.class_folders import open_files, walk
+from grassy.data.decode import open_image, read_rgb, reason_for
+from grassy.data.images import open_images
+from grassy.data.loader import Samples
+from grassy.spelling import natural_key
+from grassy.torchvision_import import import_torchvision
+from training_cases import tiny_folders
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n{} loop\n"
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    """A tar of three classes with four images each, and where its members end."""
+    folder = tiny_folders(tmp_path_factory.mktemp("tree"), images=4)
+    path = folder / "all.tar"
+    with tarfile.open(path, "w") as tar:
+        tar.add(folder / "train", arcname=".")
+    return path
+
+
+def read_all(path):
+    reader = open_files(path)
+    images = []
+    for index in range(len(reader)):
+        file, label = reader[index]
+        with file:
+            images.append((np.asarray(open_image(file)), label))
+    return images
+
+
+# ------------------------------------------------------------------------------------------------ tars
+
+
+def test_a_tar_is_read_as_the_folders_it_was_made_of(archive):
+    inside, beside = read_all(archive), read_all(archive.parent / "train")
+    assert len(inside) == 12
+    key = lambda image: (image[1], image[0].tobytes())
+    for one, other in zip(sorted(inside, key=key), sorted(beside, key=key), strict=True):
+        assert one[1] == other[1]
+        assert (one[0] == other[0]).all()
+
+
+def test_a_tar_that_is_cut_short_is_refused_wherever_the_cut_is(archive, tmp_path):
+    content = archive.read_bytes()
+    with tarfile.open(archive) as tar:
+        end = tar.getmembers()[-1]
+    whole = end.offset_data + -(-end.size // 512) * 512  # then come zeros, of which one block will do
+    cuts = [*range(512, whole + 1, 256), 1, 511, whole + 511, whole - 1]
+    for cut in cuts:
+        (tmp_path / "train.tar").write_bytes(content[:cut])
+        with pytest.raises(ValueError, match=r"train\.tar is not a tar, or a damaged one"):
+            open_files(tmp_path / "train.tar")
+    (tmp_path / "train.tar").write_bytes(content[: whole + 512])
+    assert len(open_files(tmp_path / "train.tar")) == 12
+
+
+@pytest.mark.parametrize("size", [10 * 2**40, 8 * 2**30, 10**6])
+def test_a_member_that_claims_more_than_there_is_is_refused_at_once(tmp_path, size):
+    info = tarfile.TarInfo("cat/0.png")
+    info.size = size
+    (tmp_path / "train.tar").write_bytes(info.tobuf(tarfile.GNU_FORMAT) + bytes(4096))
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match="a damaged one"):
+        open_files(tmp_path / "train.tar")
+    assert time.monotonic() - begin < 5
+
+
+def test_a_tar_of_tars_is_read_and_one_that_is_cut_short_inside_is_refused(archive, tmp_path):
+    def pack(content):
+        with tarfile.open(tmp_path / "train.tar", "w") as tar:
+            info = tarfile.TarInfo("animals.tar")
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+    pack(archive.read_bytes())
+    assert [label for _, label in read_all(tmp_path / "train.tar")].count(2) == 4
+    pack(archive.read_bytes()[:5000])
+    with pytest.raises(ValueError, match="a damaged one"):
+        open_files(tmp_path / "train.tar")
+
+
+def test_tars_nested_without_end_are_refused(archive, tmp_path):
+    content = archive.read_bytes()
+    for _ in range(30):
+        outer = io.BytesIO()
+        with tarfile.open(fileobj=outer, mode="w") as tar:
+            info = tarfile.TarInfo("in.tar")
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+        content = outer.getvalue()
+    (tmp_path / "train.tar").write_bytes(content)
+    with pytest.raises(ValueError, match="tars in tars in tars"):
+        open_files(tmp_path / "train.tar")
+
+
+@settings(max_examples=150, deadline=3000, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=8), st.floats(0, 1))
+def test_a_tar_with_any_bytes_changed_is_read_or_refused(archive, tmp_path_factory, changes, cut):
+    content = bytearray(archive.read_bytes())
+    for place, value in changes:
+        content[int(place * len(content))] = value
+    path = tmp_path_factory.mktemp("damaged") / "train.tar"
+    path.write_bytes(content[: int(cut * len(content))])
+    try:
+        reader = open_files(path)
+    except ValueError:
+        return
+    samples = Samples(open_images("", path.parent, "train"), torch.as_tensor, training=False)
+    assert len(samples) == len(reader)
+
+
+# ------------------------------------------------------------------------------------------------ folders
+
+
+def test_a_link_back_up_is_not_followed_again_and_again(tmp_path):
+    folder = tiny_folders(tmp_path)
+    names = open_images("", folder, "train").class_names
+    for number in range(3):
+        for name in names:
+            (folder / "train" / name / f"loop{number}").symlink_to(folder / "train", target_is_directory=True)
+    begin = time.monotonic()
+    images = open_images("", folder, "train")
+    assert time.monotonic() - begin < 5
+    assert len(images) == 18
+    assert images.class_names == names
+
+
+def test_each_real_folder_is_visited_once(tmp_path):
+    for depth in range(20):  # twice as many ways at each step
+        (tmp_path / f"d{depth}").mkdir()
+        for name in "ab":
+            (tmp_path / f"d{depth}" / name).symlink_to(tmp_path / f"d{depth + 1}", target_is_directory=True)
+    (tmp_path / "d20").mkdir()
+    assert len(list(walk(tmp_path / "d0"))) == 21
+
+
+def test_what_is_no_file_among_images_is_named_and_the_others_are_read(tmp_path):
+    folder = tiny_folders(tmp_path)
+    os.mkfifo(folder / "train" / "cat" / "a.png")
+    (folder / "train" / "cat" / "b.png").symlink_to(tmp_path / "nowhere")
+    images = open_images("", folder, "train")
+    samples = Samples(images, lambda image: torch.zeros(3, 1, 1), training=False)
+    failures = [failure for index in range(len(images)) for failure in samples[index, 0][3]]
+    assert len(images) == 20
+    assert [(os.path.basename(name), reason.split("/")[-1]) for name, reason in failures] == [
+        ("a.png", "a.png is not a regular file"),
+        ("b.png", "No such file or directory"),
+    ]
+
+
+def test_arrays_without_pixels_are_refused(tmp_path):
+    np.savez(tmp_path / "train.npz", x=np.zeros((3, 0, 0, 3), np.uint8), y=np.zeros(3, int))
+    with pytest.raises(ValueError, match=r"train\.npz: images must be uint8 of shape"):
+        open_images("", tmp_path, "train")
+
+
+@pytest.mark.parametrize("name", ["train.tar", "train.npz"])
+def test_a_fifo_in_place_of_the_data_is_not_opened(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match="train"):
+        open_images("", tmp_path, "train")
+    with pytest.raises(ValueError, match=r"train.* is not a regular file"):
+        open_images("", tmp_path / name, "train")
+
+
+# ------------------------------------------------------------------------------------------------ images
+
+
+def test_postscript_is_not_run_whatever_it_is_called(tmp_path, monkeypatch):
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("Ghostscript was started"))
+    (tmp_path / "0.jpg").write_bytes(POSTSCRIPT)
+    with pytest.raises(OSError, match="cannot identify") as error:
+        read_rgb(tmp_path / "0.jpg")
+    assert reason_for(error.value) == "not an image that Pillow knows"
+
+
+def test_postscript_in_a_class_folder_or_a_tar_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("Ghostscript was started"))
+    folder = tiny_folders(tmp_path)
+    (folder / "train" / "cat" / "0.png").write_bytes(POSTSCRIPT)
+    with tarfile.open(tmp_path / "val.tar", "w") as tar:
+        tar.add(folder / "train", arcname=".")
+    shutil.rmtree(folder / "val")
+    for split in ("train", "validation"):
+        with pytest.raises(OSError, match="cannot identify"):
+            open_images("", folder, split).load(0)
+
+
+@pytest.mark.parametrize("kind", ["jpg", "png", "gif", "bmp", "ppm", "tif", "webp", "jp2"])
+def test_the_usual_formats_are_read(tmp_path, kind):
+    Image.new("RGB", (4, 3), (200, 100, 50)).save(tmp_path / f"x.{kind}")
+    assert (read_rgb(tmp_path / f"x.{kind}").size, read_rgb(tmp_path / f"x.{kind}").mode) == ((4, 3), "RGB")
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.lists(st.text(max_size=12), max_size=6))
+def test_classes_are_numbered_in_the_order_of_timm(names):
+    import_torchvision()
+    from timm.utils.misc import natural_key as of_timm
+
+    try:
+        expected = sorted(names, key=of_timm)
+    except ValueError:  # it takes some signs for digits that are none
+        expected = sorted(names, key=natural_key)
+    assert sorted(names, key=natural_key) == expected
