@@ -1,4 +1,4 @@
-"""What goes to a person's terminal: a bar where there is a terminal, and text that a terminal cannot misunderstand."""
+"""What goes to a person: a bar where there is a terminal, and text that terminals and spreadsheets do not act on."""
 
 import contextlib
 import sys
@@ -26,3 +26,14 @@ def bar(text: str, total: int, shown: bool = True) -> Iterator[Callable[..., Non
 def printable(text: str) -> str:
     """Text on one line, without anything that a terminal would take for a command: names are other people's."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def spreadsheet_safe(text: str) -> str:
+    """Text for a cell of a CSV file: with an apostrophe in front if a spreadsheet would take it for a formula."""
+    if not text.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text  # a number

@@ -19,9 +19,20 @@ from grassy.data.images import open_images
 from grassy.data.loader import Samples
 from grassy.spelling import natural_key
 from grassy.torchvision_import import import_torchvision
-from training_cases import tiny_folders
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n{} loop\n"
+
+
+def tiny_folders(folder, images=6):
+    """Class folders of noise in train and val."""
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name in ("cat", "dog", "owl"):
+            (folder / split / name).mkdir(parents=True)
+            for number in range(images):
+                pixels = rng.integers(0, 256, (12, 12, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / split / name / f"{number}.png")
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -112,4 +112,6 @@ def find_device(name: str, local_rank: int = 0) -> torch.device:
         if not torch.cuda.is_available():
             raise ValueError("device cuda was asked for, but torch sees no GPU here")
         return torch.device("cuda", device.index if device.index is not None else local_rank)
+    if device.type != "cpu" and not (device.type == "mps" and torch.backends.mps.is_available()):
+        raise ValueError(f"unknown device {name!r}: give auto, cpu, cuda or cuda:N")
     return device

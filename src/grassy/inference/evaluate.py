@@ -11,6 +11,7 @@ from grassy.data.batch_transforms import Preparation
 from grassy.data.loader import Batch, Failure
 from grassy.distributed import processes as distributed
 from grassy.inference.effective_rank import SubspaceUse
+from grassy.runs.schema import finite
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,9 @@ class Metrics:
     images: int
     effective_rank: float | None = None
 
-    def to_dict(self) -> dict[str, float]:
-        return {name: value for name, value in asdict(self).items() if value is not None}
+    def to_dict(self) -> dict[str, float | None]:
+        """For JSON: a loss that is not finite is None."""
+        return {name: finite(value) for name, value in asdict(self).items() if value is not None}
 
 
 @torch.no_grad()

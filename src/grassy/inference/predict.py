@@ -24,7 +24,7 @@ from grassy.inference.load import load
 from grassy.runs.atomic import write_atomically
 from grassy.runs.weights import Description, read_description, weights_file
 from grassy.spelling import nearest
-from grassy.terminal import bar, printable
+from grassy.terminal import bar, printable, spreadsheet_safe
 
 MANY = 100  # images, from which on a bar is worth showing
 NAMED = 5  # of the images that could not be read, how many are named on the terminal
@@ -249,7 +249,10 @@ def _print(predictions: Iterator[Prediction]) -> None:
 
 
 def _write_csv(predictions: Iterator[Prediction], file: IO[bytes]) -> None:
-    """One row an image: path, label_1, probability_1, label_2, ..., outlier_score, error."""
+    """One row per image: path, label_1, probability_1, label_2, ..., outlier_score, error.
+
+    Names are other people's: no cell begins as a formula of a spreadsheet does.
+    """
     first: list[Prediction] = []  # up to one with labels, which says how many columns there are
     for prediction in predictions:
         first.append(prediction)
@@ -262,8 +265,15 @@ def _write_csv(predictions: Iterator[Prediction], file: IO[bytes]) -> None:
     writer = csv.writer(codecs.getwriter("utf-8")(file, "surrogateescape"))
     writer.writerow(["path", *ranks, "outlier_score", "error"])
     for p in itertools.chain(first, predictions):
-        pairs = list(itertools.chain.from_iterable(zip(p.labels, p.probabilities, strict=True))) or [""] * 2 * k
-        writer.writerow([p.path, *pairs, p.outlier_score, p.error])
+        labels = map(spreadsheet_safe, p.labels)
+        pairs = list(itertools.chain.from_iterable(zip(labels, p.probabilities, strict=True))) or [""] * 2 * k
+        writer.writerow([_path_in_csv(p.path), *pairs, p.outlier_score, spreadsheet_safe(p.error or "")])
+
+
+def _path_in_csv(path: Path) -> str:
+    """The path, which still leads to its file, but never begins as a formula does."""
+    text = str(path)
+    return text if spreadsheet_safe(text) == text else os.path.join(os.curdir, text)
 
 
 def _write_json_lines(predictions: Iterator[Prediction], file: IO[bytes]) -> None:

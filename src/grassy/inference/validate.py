@@ -3,13 +3,15 @@
 import sys
 from pathlib import Path
 
+import torch
+
 from grassy.data.batch_transforms import Preparation
 from grassy.data.run_data import open_validation
 from grassy.distributed import processes as distributed
 from grassy.inference.evaluate import Metrics, evaluate
 from grassy.inference.load import load
 from grassy.precision import amp_dtype
-from grassy.runs.recipe import Recipe
+from grassy.runs.recipe import saved_recipe
 from grassy.runs.weights import read_description, weights_file
 
 
@@ -29,7 +31,7 @@ def validate(
     file = weights_file(checkpoint)
     description = read_description(file)
     view = {name: getattr(description, name) for name in ("img_size", "crop_pct", "interpolation")}
-    recipe = Recipe(**(description.recipe or view))  # a file that no recipe made has no more to say
+    recipe = saved_recipe(description.recipe or view)  # a file that no recipe made has no more to say
     changes = {"val_split": split, "dataset": dataset, "val_batch_size": batch_size, "workers": workers}
     recipe = recipe.changed({name: value for name, value in changes.items() if value is not None})
     with distributed.joined(device) as process:
@@ -37,7 +39,10 @@ def validate(
         model = load(file, process.device)
         prepare = Preparation(description.mean, description.std, process.device)
         dtype = amp_dtype(recipe.amp, process.device)
-        metrics, failures = evaluate(model, batches, prepare, process.device, dtype, sharded)
+        try:
+            metrics, failures = evaluate(model, batches, prepare, process.device, dtype, sharded)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise ValueError(f"{process.device} has no memory for batches of this size: give a smaller one") from None
     if not process.is_main:
         return None
     for failure in failures:

@@ -1,6 +1,7 @@
 """`grassy analyze`: every measure of a trained model and its classes, as RUN/analysis.json."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,57 @@ from grassy.distributed.processes import find_device
 from grassy.inference.feature_models import file_digest, open_model
 from grassy.inference.features import extract
 from grassy.precision import amp_dtype
-from grassy.report.classes import SCALARS, describe
+from grassy.report.classes import MOST_ANGLES, SCALARS, describe
+from grassy.runs import schema
 from grassy.runs.atomic import write_atomically
-from grassy.runs.recipe import Recipe
+from grassy.runs.recipe import Recipe, saved_recipe
 from grassy.runs.records import environment
 from grassy.runs.weights import Description, read_description, weights_file
 from grassy.surgery import HeadOnMap, find_classifiers
 
 ANALYSIS = "analysis.json"
 VERSION = 1
+
+
+def _part(**fields: schema.Check) -> schema.Check:
+    """A mapping that has these fields at least."""
+
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise schema.fail(name, "a mapping", value)
+        for key, each in fields.items():
+            each(f"{name}.{key}", value.get(key))
+        return value
+
+    return check
+
+
+_COUNT = schema.integer(0, 2**63)
+#: The fields of an analysis that are read again.
+FIELDS: dict[str, schema.Check] = {
+    "model": schema.text(200),
+    "representation": schema.one_of("subspaces", "vectors"),
+    "classes": schema.integer(1, math.isqrt(MOST_ANGLES)),
+    "k": schema.integer(1, MOST_ANGLES),
+    "width": schema.integer(1, MOST_ANGLES),
+    "data": schema.or_none(
+        _part(
+            dataset=schema.text(10_000),
+            folder=schema.or_none(schema.text(10_000)),
+            split=schema.text(10_000),
+            images=_COUNT,
+        )
+    ),
+    "scalars": _part(**dict.fromkeys(SCALARS, schema.or_none(schema.number(-1e300, 1e300)))),
+    "per_class": _part(),
+    "orders": _part(),
+    "angles": _part(
+        classes=_COUNT,
+        k=_COUNT,
+        limit=schema.number(1, 360),
+        data=schema.text(schema.MOST_ANALYSIS),
+    ),
+}
 
 
 def analyze(
@@ -90,7 +133,7 @@ def open_split(
     about: Description, data_dir: Path | None, split: str | None = None, dataset: str | None = None
 ) -> tuple[Images | None, Recipe]:
     """The labelled images to measure a model on, or None if nobody said where they are; and how to read them."""
-    recipe = Recipe(**about.recipe) if about.recipe else Recipe()
+    recipe = saved_recipe(about.recipe)
     changes = {"val_split": split, "dataset": dataset}
     recipe = recipe.changed({name: value for name, value in changes.items() if value is not None})
     if recipe.dataset.startswith(STREAMS):
@@ -108,12 +151,35 @@ def read_analysis(path: Path) -> dict[str, Any]:
         path = (path.parent if path.is_file() else path) / ANALYSIS
     if not path.is_file():
         raise ValueError(f"there is no {path}: run grassy analyze first")
+    text = schema.read_text(path, schema.MOST_ANALYSIS)
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = schema.parse_json(text)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(result, dict) or result.get("version") != VERSION or "angles" not in result:
         raise ValueError(f"{path} is not an analysis of this version of grassy: run grassy analyze again")
+    try:
+        return check_analysis(result)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, run grassy analyze again: {error}") from None
+
+
+def check_analysis(result: dict[str, Any]) -> dict[str, Any]:
+    """An analysis as `analyze` writes it; a ValueError names what is missing, of another type or out of bounds."""
+    for name, check in FIELDS.items():
+        if name not in result:
+            raise ValueError(f"it has no {name}")
+        check(name, result[name])
+    classes, angles = result["classes"], result["angles"]
+    if (angles["classes"], angles["k"]) != (classes, result["k"]) or classes**2 * result["k"] > MOST_ANGLES:
+        raise ValueError(f"angles of {angles['classes']} classes and k = {angles['k']} cannot be those of {classes}")
+    for name, values in result["per_class"].items():
+        schema.list_of(lambda _, value: value, classes, classes)(f"per_class.{name}", values)
+    schema.list_of(schema.text(10_000), classes, classes)("per_class.name", result["per_class"].get("name"))
+    for name in ("index", "name", "cluster"):
+        order = schema.list_of(schema.integer(0, classes - 1), classes, classes)(name, result["orders"].get(name))
+        if len(set(order)) < classes:
+            raise ValueError(f"orders.{name} must hold each class once")
     return result
 
 

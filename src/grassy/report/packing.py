@@ -36,9 +36,13 @@ def pack_angles(degrees: np.ndarray, limit: float) -> dict[str, Any]:
 def unpack_angles(packed: dict[str, Any]) -> np.ndarray:
     """Angles (C, C, K) in degrees, float32, symmetric, with a diagonal of 0 (a class and itself)."""
     classes, k, limit = packed["classes"], packed["k"], packed["limit"]
-    first, second = np.triu_indices(classes, 1)
+    bytes_of_all = classes * (classes - 1) * k  # two of each pair and angle
     try:
-        data = np.frombuffer(zlib.decompress(base64.b64decode(packed["data"])), np.uint8)
+        decompress = zlib.decompressobj()
+        data = np.frombuffer(decompress.decompress(base64.b64decode(packed["data"]), bytes_of_all + 1), np.uint8)
+        if len(data) != bytes_of_all:
+            raise ValueError(f"they should be {bytes_of_all} bytes")
+        first, second = np.triu_indices(classes, 1)
         high, low = data.reshape(2, k, len(first)).astype(np.uint16)
     except (binascii.Error, zlib.error, ValueError) as error:
         raise ValueError(f"the packed angles are damaged: {error}") from None

@@ -6,6 +6,7 @@ paths, settings) is in the data, a JSON in which no "<" is left, and reaches the
 
 import csv
 import html
+import io
 import json
 import math
 import re
@@ -24,6 +25,7 @@ from grassy.report.classes import SCALARS
 from grassy.report.samples import BUDGET, sample_images
 from grassy.runs.atomic import write_atomically
 from grassy.runs.records import SUMMARY
+from grassy.runs.schema import MOST_DESCRIPTION, read_text
 from grassy.runs.weights import read_description, weights_file
 
 STYLES = ("page.css",)
@@ -152,8 +154,10 @@ def read_curves(path: Path) -> dict[str, list[float | None]]:
     """The columns of a summary.csv; none if the file is not there."""
     if not path.is_file():
         return {}
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    try:
+        rows = list(csv.DictReader(io.StringIO(read_text(path, MOST_DESCRIPTION), newline="")))
+    except csv.Error as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
     names = [key for key in (rows[0] if rows else {}) if key is not None]  # None: cells beyond the last name
     columns = {key: [_number(row[key]) for row in rows] for key in names}
     return {key: values for key, values in columns.items() if any(value is not None for value in values)}

@@ -165,6 +165,14 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = (), fields: Mapping
     return Recipe(**_schedule_follows(before, settings, {*changes, *(fields or {})}))
 
 
+def saved_recipe(values: Mapping[str, Any]) -> Recipe:
+    """The recipe that is saved with weights, without fields that grassy does not have; a ValueError if it is none."""
+    try:
+        return Recipe(**{name: value for name, value in values.items() if name in HINTS})
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"the recipe that is saved with the weights is damaged: {error}") from None
+
+
 def _fetches(settings: Mapping[str, Any]) -> bool:
     """Whether timm would fetch weights for the model."""
     options = settings.get("model_kwargs")

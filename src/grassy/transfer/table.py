@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grassy.runs.atomic import write_atomically
+from grassy.terminal import spreadsheet_safe
 from grassy.transfer.protocol import Report, Result
 
 COLUMNS = (
@@ -46,7 +47,8 @@ def save(report: Report, folder: Path, facts: dict[str, Any]) -> None:
             "fold_std": statistics.stdev(folds) if len(folds) > 1 else 0.0,
             "fold_accuracies": ";".join(map(str, folds)),
         }
-        writer.writerow({**result.to_dict(), **spread})
+        names = {name: spreadsheet_safe(getattr(result, name)) for name in ("model", "dataset")}
+        writer.writerow({**result.to_dict(), **spread, **names})
     write_atomically(folder / "transfer.csv", lambda file: file.write(text.getvalue().encode()))
     results = [result.to_dict() for result in report.results]
     whole = {**facts, "results": results, "missing": report.missing, "failed": report.failed}
