@@ -213,7 +213,7 @@ def test_runs_of_all_arms_leave_what_the_page_needs(images, tmp_path, monkeypatc
         return [found["softmax"][5], found["subspaces"][1], found["cosine"][1], found["signed"][1]]
 
     monkeypatch.setattr(run, "plan", first)
-    monkeypatch.setattr(probes, "CS", (0.1, 10.0))
+    monkeypatch.setattr(probes, "CS", ((0.1, 1.0, 10.0),))
     lines = queue(images, tmp_path)
     assert [line.get("error") for line in lines] == [None] * 4
     for line in lines:
@@ -233,7 +233,7 @@ def test_a_final_run_is_measured_on_test_images_by_all_probes(images, tmp_path, 
         return plan.audit(overrides)[:1]
 
     monkeypatch.setattr(run, "plan", first)
-    monkeypatch.setattr(probes, "CS", (0.1, 10.0))
+    monkeypatch.setattr(probes, "CS", ((0.1, 1.0, 10.0),))
     (line,) = queue(images, tmp_path)
     assert "error" not in line
     assert set(line["transfer"]) == {"svm", "svm-standardised", "knn", "logistic"}
@@ -328,3 +328,21 @@ def test_the_standardised_svm_does_not_depend_on_the_scale_of_features():
     assert abs(paper[0] - paper[1]) > 5
     with_constant = torch.cat([x, torch.full((90, 1), 3.0)], 1)
     assert probes.standardise(with_constant)[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("peak", "chosen", "pieces"), [(1e-5, 1e-3, 1), (0.1, 0.1, 1), (10, 10, 2), (100, 100, 3), (1e5, 1e3, 3)]
+)
+def test_the_grid_of_the_standardised_svm_goes_on_while_its_end_is_best(monkeypatch, peak, chosen, pieces):
+    seen = []
+
+    def search(x, y, values, **_):
+        seen.append(values)
+        scores = [-abs(np.log10(value / peak)) for value in values]
+        accuracies = torch.tensor(scores, dtype=torch.float64)[:, None].expand(-1, 5)
+        return probes.Search(values, accuracies, values[int(np.argmax(scores))], None)
+
+    monkeypatch.setattr(probes, "search_svm", search)
+    found = probes.PROBES["svm-standardised"](None, None, "top1")
+    assert (found.chosen, len(seen)) == (chosen, pieces)
+    assert found.accuracies[found.values.index(found.chosen)].mean() == found.accuracies.mean(1).max()
