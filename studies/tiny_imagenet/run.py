@@ -92,7 +92,14 @@ def _train_and_measure(entry: Entry, store: Store, place: Place) -> dict[str, An
     names = {"eval_top1": "top1", "eval_top5": "top5", "eval_loss": "loss", "train_loss": "train_loss"}
     names |= {"eval_effective_rank": "effective_rank", "seconds": "seconds_last_epoch"}
     found = {new: row[old] for old, new in names.items()} | measures | times
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in found.items()}
+    return finite(found)
+
+
+def finite(value: Any) -> Any:
+    """The value without what JSON has no number for: None takes its place."""
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """The study of Tiny-ImageNet, small: its plan, its queue, what it measures and how it chooses."""
 
+import functools
 import json
 from collections import Counter
 from pathlib import Path
@@ -240,6 +241,29 @@ def test_a_final_run_is_measured_on_test_images_by_all_probes(images, tmp_path, 
     assert all(set(sets) == {"cifar10", "flowers", "pets"} for sets in line["transfer"].values())
 
 
+@pytest.mark.parametrize("part", ["final", "coarse"])
+def test_runs_of_these_parts_leave_what_users_get(images, tmp_path, monkeypatch, part):
+    def some(lines, overrides):
+        if part == "coarse":
+            return plan.coarse(overrides)[1:2]
+        (trial, *_) = plan.trials(overrides)["subspaces"]
+        return [plan._entry("final", "subspaces", 300, trial.changes | {"seed": 300}, 300, None, overrides)]
+
+    monkeypatch.setattr(run, "plan", some)
+    monkeypatch.setattr(probes, "CS", ((0.1, 1.0, 10.0),))
+    (line,) = queue(images, tmp_path)
+    assert line.get("error") is None
+    if part == "coarse":
+        assert {name: set(sets) for name, sets in line["fine_classes"].items()} == {
+            "inside": {"svm", "svm-standardised"},
+            "residual": {"svm", "svm-standardised"},
+        }
+        return
+    assert set(line["users"]) == {"recall_at_1", "1_shot", "5_shot", "outliers", "calibration", "pruning"}
+    assert set(line["users"]["outliers"]["flowers"]) == {"max-softmax", "max-logit", "energy", "outlier_score"}
+    assert set(line["transfer"]) == {"svm", "svm-standardised", "knn", "logistic"}
+
+
 # ------------------------------------------------------------------------------------------------ heads and probes
 
 
@@ -346,3 +370,26 @@ def test_the_grid_of_the_standardised_svm_goes_on_while_its_end_is_best(monkeypa
     found = probes.PROBES["svm-standardised"](None, None, "top1")
     assert (found.chosen, len(seen)) == (chosen, pieces)
     assert found.accuracies[found.values.index(found.chosen)].mean() == found.accuracies.mean(1).max()
+
+
+def test_all_arms_share_the_compiled_network(images, tmp_path, monkeypatch):
+    sizes = []
+
+    def backend(graph, _):
+        sizes[-1].append(len(graph.graph.nodes))
+        return graph.forward
+
+    def first(arm):
+        return lambda lines, overrides: plan.trials({**overrides, "torchcompile": "on"})[arm][:2]
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.setattr(run, "measure", lambda *_: {"transfer_cv": {}})
+    torch._dynamo.reset()
+    for arm in ARMS:
+        sizes.append([])
+        monkeypatch.setattr(run, "plan", first(arm))
+        lines = queue(images, tmp_path)
+        assert [line.get("error") for line in lines] == [None] * len(lines)
+    assert len(lines) == 2 * len(ARMS)
+    assert max(sizes[0]) > 100
+    assert max(map(max, filter(None, sizes[1:])), default=0) < 20
