@@ -380,6 +380,8 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "convnext": {"model": "convnext_atto", "model_kwargs": {"patch_size": 2}},
     "vit": {"model": "vit_tiny_patch16_224", "model_kwargs": {"img_size": 32, "patch_size": 4}},
 }
+#: Of their features.
+WIDTHS = {"convnext": 320, "vit": 192}
 ADAMW = {
     "opt": "adamw",
     "decay_all": False,
@@ -392,6 +394,13 @@ ADAMW = {
 ADAMW_PAIRS = ((1e-3, 0.05), (2e-3, 0.05), (1e-3, 0.2), (4e-3, 0.05))
 
 
+def _for_width(head: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """The same head on features of another width: the scale stays, which for features that keep their length is γ√N."""
+    keeps_length = head.get("standardize") and head.get("normalize") is False
+    changed = {"gamma": float(f"{head['gamma'] * LENGTH / math.sqrt(width):.4g}")} if keeps_length else {}
+    return {**head, **changed}
+
+
 def generalise(lines: Lines, overrides: Mapping[str, Any]) -> dict[str, list[Entry]]:
     """Four trials per network and side, with the heads that the main contest chose."""
     found = sources(lines, overrides)
@@ -402,7 +411,8 @@ def generalise(lines: Lines, overrides: Mapping[str, Any]) -> dict[str, list[Ent
             if source is None:
                 rows[row] = [Entry(GENERALISE, row, number, split=0) for number in range(1, len(ADAMW_PAIRS) + 1)]
                 continue
-            kept = {name: source.changes[name] for name in ("head", "smoothing", *TINY_CHANGES)}
+            kept = {name: source.changes[name] for name in ("smoothing", *TINY_CHANGES)}
+            kept["head"] = _for_width(source.changes["head"], WIDTHS[network])
             rows[row] = [
                 _entry(
                     *(GENERALISE, row, number),

@@ -26,6 +26,7 @@ import torch
 
 from grassy.distributed.processes import find_device
 from grassy.runs import records
+from grassy.runs.recipe import Recipe
 from grassy.runs.weights import LAST
 from grassy.train import parts
 from grassy.train.loop import TrainingStopped, train
@@ -34,6 +35,7 @@ from studies.cifar100.run import append, heads_outside_of_compiled_code
 from studies.tiny_imagenet.data import Store
 from studies.tiny_imagenet.heads import set_classifier_decay
 from studies.tiny_imagenet.measure import measure
+from studies.tiny_imagenet.mixing import DeviceMixing
 from studies.tiny_imagenet.plan import PARTS, Entry, Lines, parsed, plan, read, recipe_of, seconds, to_do
 
 HERE = Path(__file__).parent
@@ -61,7 +63,7 @@ def do(entry: Entry, store: Store, place: Place) -> dict[str, Any]:
     line = {"key": entry.key, **facts, "data": entry.data, "split": entry.split, "seed": recipe.seed}
     line["settings"] = entry.settings
     try:
-        with as_the_study_trains():
+        with as_the_study_trains(store.device):
             line |= _train_and_measure(entry, store, place)
     except Exception as error:  # whatever it is: the other runs go on
         line["diverged"] = isinstance(error, TrainingStopped) and error.__cause__ is None  # else out of memory
@@ -103,21 +105,38 @@ def finite(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def as_the_study_trains() -> Iterator[None]:
-    """Heads outside of compiled code, so that all runs share the network; classifiers with a decay of their own; and no
-    curves, which nobody looks at.
+def as_the_study_trains(device: torch.device) -> Iterator[None]:
+    """What differs from `grassy train` within this block.
+
+    Heads stay outside of compiled code, so that all runs share the network; classifiers may have a decay of their own;
+    images are mixed on the device, so that such updates are captured in a CUDA graph, too; and there are no curves.
     """
-    before = parts.build_optimizer, records.Curves
+    build_optimizer, can_be_captured = parts.build_optimizer, parts.Parts._can_be_captured
 
-    def build_optimizer(recipe: Any, model: torch.nn.Module, *options: Any) -> Any:
-        return set_classifier_decay(before[0](recipe, model, *options), model)
+    def with_classifier_decay(recipe: Recipe, model: torch.nn.Module, *options: Any) -> Any:
+        return set_classifier_decay(build_optimizer(recipe, model, *options), model)
 
-    parts.build_optimizer, records.Curves = build_optimizer, NoCurves  # type: ignore[assignment,misc]
-    try:
-        with heads_outside_of_compiled_code():
-            yield
-    finally:
-        parts.build_optimizer, records.Curves = before  # type: ignore[misc]
+    def mixing(recipe: Recipe, num_classes: int) -> DeviceMixing | None:
+        return DeviceMixing(recipe, num_classes, device) if recipe.mixes else None
+
+    def although_it_mixes(run: parts.Parts) -> bool:
+        own, run.recipe = run.recipe, run.recipe.changed({"mixup": 0.0, "cutmix": 0.0})
+        try:
+            return can_be_captured(run)
+        finally:
+            run.recipe = own
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(heads_outside_of_compiled_code())
+        for place, name, value in (
+            (parts, "build_optimizer", with_classifier_decay),
+            (parts, "build_mixing", mixing),
+            (parts.Parts, "_can_be_captured", although_it_mixes),
+            (records, "Curves", NoCurves),
+        ):
+            stack.callback(setattr, place, name, getattr(place, name))
+            setattr(place, name, value)
+        yield
 
 
 class NoCurves:

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from studies.tiny_imagenet import data, heads, plan, probes, run
+from studies.tiny_imagenet.mixing import DeviceMixing
 from studies.tiny_imagenet.plan import ARMS, PARTS, TRIALS, read
 
 from grassy import make_optimizer
-from grassy.heads import create_head
+from grassy.heads import create_head, heads_of
+from grassy.models import create_model
 from training_cases import tiny_arrays
 
 TINY = ["model_kwargs={channels: [4, 4, 8, 64]}", "img_size=8", "batch_size=16", "epochs=1", "warmup_epochs=0"]
@@ -393,3 +395,54 @@ def test_all_arms_share_the_compiled_network(images, tmp_path, monkeypatch):
     assert len(lines) == 2 * len(ARMS)
     assert max(sizes[0]) > 100
     assert max(map(max, filter(None, sizes[1:])), default=0) < 20
+
+
+def test_mixing_on_the_device_is_that_of_timm():
+    recipe = plan.plan({})[0].recipe.changed({"mixup": 0.8, "cutmix": 1.0, "smoothing": 0.1})
+    labels = torch.tensor([0, 1, 2, 3])
+    images = labels[:, None, None, None].expand(4, 3, 8, 8).float()  # the value of a pixel says whose it is
+    mix = DeviceMixing(recipe, 5, torch.device("cpu"))
+    cuts, kept = 0, []
+    for _ in range(200):
+        mixed, target = mix(images, labels)
+        torch.testing.assert_close(target.sum(1), torch.ones(4))
+        own = (mixed[1].mean() - 2) / (1 - 2)  # the share of image 1, whose partner is image 2
+        smooth = torch.full((5,), 0.02)
+        smooth[1] += 0.9 * own
+        smooth[2] += 0.9 * (1 - own)
+        torch.testing.assert_close(target[1], smooth)
+        cuts += bool(((mixed[1] == 1) | (mixed[1] == 2)).all())
+        kept.append(float(own))
+    assert 60 < cuts < 140  # every second one
+    assert 0.4 < np.mean(kept) < 0.7  # a box that is cut off at the border is smaller
+    assert min(kept) < 0.1 < 0.9 < max(kept)
+
+
+@pytest.mark.parametrize("network", [*plan.NETWORKS])
+def test_other_networks_train_with_mixing(images, tmp_path, monkeypatch, network):
+    small = {"convnext": {"dims": [4, 4, 8, 64], "depths": [1, 1, 1, 1], "patch_size": 1}}
+    small["vit"] = {"img_size": 8, "patch_size": 4, "depth": 1, "embed_dim": 64, "num_heads": 2}
+
+    def some(lines, overrides):
+        overrides = {**overrides, "model_kwargs": small[network]}
+        trials = plan.trials(overrides)
+        done = lines_of(entry for arm in ARMS for entry in trials[arm])
+        done |= lines_of(entry for arm in ARMS for entry in plan.reruns(arm, trials[arm], done, overrides))
+        entries = plan.generalise(done, overrides)
+        return [entries[f"{network}, {arm}"][0] for arm in ("softmax", "subspaces")]
+
+    monkeypatch.setattr(run, "plan", some)
+    monkeypatch.setattr(probes, "CS", ((0.1, 1.0, 10.0),))
+    lines = queue(images, tmp_path)
+    assert [line.get("error") for line in lines] == [None] * 2
+    assert lines[1]["settings"]["head"]["gamma"] == pytest.approx(0.9 * (512 / plan.WIDTHS[network]) ** 0.5, rel=1e-3)
+    assert lines[1]["settings"]["opt"] == "adamw"
+
+
+@pytest.mark.parametrize("network", [*plan.NETWORKS])
+def test_the_networks_exist_and_have_the_widths_of_the_plan(network):
+    facts = plan.NETWORKS[network]
+    model = create_model(facts["model"], 200, {"name": "linear"}, facts["model_kwargs"])
+    (head,) = heads_of(model)
+    assert head.in_features == plan.WIDTHS[network]
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 200)
