@@ -22,13 +22,16 @@ from studies.tiny_imagenet.plan import (
     FINAL,
     FINAL_ROWS,
     FINAL_SEEDS,
+    GAMMA,
     GENERALISE_FINAL,
     GOAL,
     LINEAR_PROBES,
+    MULTIPLES,
     NETWORKS,
     OPEN,
     OPEN_TRIALS,
     OTHER_PROBES,
+    RULE,
     SPLITS,
     TRIALS,
     Entry,
@@ -298,6 +301,23 @@ def open_table(study: Study) -> str:
     return table(head, rows) + study.missing(OPEN)
 
 
+def gamma_table(study: Study) -> str:
+    """The score at each multiple of the rule, and what the mean over the cases says."""
+    found: dict[str, dict[int, float]] = {}
+    for entry, line in study.of(GAMMA):
+        found.setdefault(entry.row, {})[entry.number] = score(line)
+    numbers = range(1, len(MULTIPLES) + 1)
+    rows = [[row, *(f"{scores[n]:.2f}" if n in scores else "–" for n in numbers)] for row, scores in found.items()]
+    said = ""
+    if len(found) == len(RULE) and all(len(scores) == len(MULTIPLES) for scores in found.values()):
+        best = max(numbers, key=lambda n: statistics.mean(scores[n] for scores in found.values()))
+        one = MULTIPLES.index(1.0) + 1
+        wins = sum(scores[best] > scores[one] for scores in found.values())
+        change = "the rule changes by that factor" if wins >= len(RULE) - 1 else "the rule stays"
+        said = f"\n\nBest on average: {MULTIPLES[best - 1]:g}, ahead of 1 in {wins} of {len(RULE)} cases: {change}."
+    return table(["score at", *(f"{m:g}" for m in MULTIPLES)], rows) + said + study.missing(GAMMA)
+
+
 # ------------------------------------------------------------------------------------------------ the figure
 
 
@@ -349,6 +369,7 @@ def page(study: Study) -> str:
         "Other networks": generalise_table(study),
         "Superclasses": coarse_table(study),
         "Open problems": open_table(study),
+        "The rule for gamma": gamma_table(study),
         "Trials": trials_table(study),
         "Other splits": trials_table(study, SPLITS),
     }

@@ -4,6 +4,7 @@ Shapes: N images, H x W pixels.
 """
 
 import hashlib
+import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from grassy.transfer.datasets import MissingData, TransferSet, open_set
 from studies.cifar100.measure import Labelled, View, as_arrays, find_set, look
-from studies.tiny_imagenet.plan import CIFAR100, HELD_OUT, HELD_OUT_SEED, SETS, SUPERCLASSES, TINY, Entry
+from studies.tiny_imagenet.plan import CIFAR100, HELD_OUT, HELD_OUT_SEED, SUPERCLASSES, TINY, Entry
 
 Arrays = dict[str, tuple[np.ndarray, np.ndarray]]  # by part, "train" and "test": uint8 (N, H, W, 3) and labels (N,)
 
@@ -58,7 +59,7 @@ class Store:
     def check(self, entry: Entry) -> None:
         """Raise a ValueError that names every data set that an entry needs and that is not there."""
         missing = []
-        for name in dict.fromkeys((CIFAR100 if entry.data == SUPERCLASSES else entry.data, *SETS[entry.data])):
+        for name in dict.fromkeys((CIFAR100 if entry.data == SUPERCLASSES else entry.data, *entry.sets)):
             try:
                 find(name, self.data_dir)
             except MissingData as error:
@@ -115,13 +116,18 @@ class Store:
 
 
 def _write(folder: Path, arrays: Arrays) -> None:
-    """All or nothing: a folder that is there is whole."""
-    part = folder.with_name(f"{folder.name}.part")
+    """All or nothing: a folder that is there is whole, and of two processes that write it one succeeds."""
+    part = folder.with_name(f"{folder.name}.{os.getpid()}")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     for name, (x, y) in arrays.items():
         np.savez(part / f"{name}.npz", x=x, y=y)
-    part.rename(folder)
+    try:
+        part.rename(folder)
+    except OSError:
+        if not folder.exists():
+            raise
+        shutil.rmtree(part)  # another process was faster
 
 
 def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:

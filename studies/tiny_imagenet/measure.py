@@ -15,12 +15,11 @@ from studies.cifar100.measure import Labelled, features
 from studies.tiny_imagenet import probes, users
 from studies.tiny_imagenet.data import Store
 from studies.tiny_imagenet.plan import (
+    COARSE,
     FINAL,
     GENERALISE_FINAL,
     LINEAR_PROBES,
     OTHER_PROBES,
-    SETS,
-    SUPERCLASSES,
     Entry,
     recipe_of,
 )
@@ -40,16 +39,17 @@ def measure(weights: Path, entry: Entry, store: Store) -> dict[str, Any]:
     for part, both in store.training_arrays(entry).items():
         pixels, labels = store.on_device(*both)
         own[part] = x, _ = features(source, pixels, dtype), labels
+        found[f"images_{part}"] = len(labels)
         found[f"variability_{part}"] = analysis.variability(x, labels)
         found[f"r2_{part}"] = analysis.class_separation(x, labels)
     if head.subspace_names:
         weight = head.get_parameter(head.subspace_names[0])
         found["orthonormality_error"] = float(geometry.orthonormality_error(weight.detach()))
     lab = Lab(source, store, dtype, with_test=not entry.judged_by_held_out)
-    found |= lab.transfer(SETS[entry.data])
+    found |= lab.transfer(entry.sets)
     if entry.stage in (FINAL, GENERALISE_FINAL):
         found["users"] = lab.users(head, own)
-    if entry.data == SUPERCLASSES:
+    if entry.stage == COARSE:
         found["fine_classes"] = lab.fine_classes(head)
     return found
 

@@ -21,7 +21,7 @@ from grassy.runs.recipe import Recipe
 from studies.cifar100 import plan as cifar100
 from studies.cifar100.plan import Job, Lines, parsed, read, to_do
 
-AUDIT, TRIALS, SPLITS, FINAL, GENERALISE, GENERALISE_FINAL, COARSE, OPEN = PARTS = (
+AUDIT, TRIALS, SPLITS, FINAL, GENERALISE, GENERALISE_FINAL, COARSE, OPEN, GAMMA = PARTS = (
     "audit",
     "trials",
     "splits",
@@ -30,6 +30,7 @@ AUDIT, TRIALS, SPLITS, FINAL, GENERALISE, GENERALISE_FINAL, COARSE, OPEN = PARTS
     "generalise-final",
     "coarse",
     "open",
+    "gamma",
 )
 #: Data to train on.
 TINY, CIFAR100, SUPERCLASSES = "tiny32", "cifar100", "cifar100-superclasses"
@@ -37,7 +38,7 @@ TINY, CIFAR100, SUPERCLASSES = "tiny32", "cifar100", "cifar100-superclasses"
 SETS = {
     TINY: ("cifar10", "cifar100", "flowers", "pets"),
     CIFAR100: cifar100.SETS,
-    SUPERCLASSES: ("cifar100",),
+    SUPERCLASSES: cifar100.SETS,
 }
 #: Probes whose lead counts, and those that are reported beside them.
 LINEAR_PROBES, OTHER_PROBES = ("svm", "svm-standardised"), ("knn", "logistic")
@@ -218,6 +219,11 @@ class Entry(Job):
         assert self.recipe is not None
         facts = [VERSION, self.data, self.split, HELD_OUT, HELD_OUT_SEED, self.settings, self.recipe.seed]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """Sets that transfer is measured on; after training on superclasses also that of the fine classes."""
+        return ("cifar100",) if self.stage == COARSE else SETS[self.data]
 
     @property
     def judged_by_held_out(self) -> bool:
@@ -489,6 +495,26 @@ def _option(name: str) -> str:
     return name.removeprefix("head.")
 
 
+#: The rule for gamma is checked at these multiples of it, for these numbers of classes and dimensions.
+MULTIPLES = (0.6, 0.8, 1.0, 1.25)
+#: What the rule said of (classes, k) for 512 features when the study was planned; it may change by what is found.
+RULE = {(20, 8): 15.13, (20, 32): 17.65, (100, 8): 19.98, (100, 32): 23.32, (200, 8): 22.04, (200, 32): 25.71}
+CLASSES = {SUPERCLASSES: 20, CIFAR100: 100, TINY: 200}
+
+
+def gamma(overrides: Mapping[str, Any]) -> list[Entry]:
+    """Subspaces at multiples of the recommended gamma, otherwise with the carried-over settings, on split 0."""
+    entries = []
+    for data, classes in CLASSES.items():
+        for k in (k for number, k in RULE if number == classes):
+            for number, multiple in enumerate(MULTIPLES, 1):
+                knobs = {**_SUBSPACES_LONG, "scale": multiple * RULE[classes, k], "k": k}
+                changes = {**(TINY_CHANGES if data == TINY else {"epochs": EPOCHS}), **changes_of("subspaces", knobs)}
+                row = f"{classes} classes, k = {k}"
+                entries.append(_entry(GAMMA, row, number, changes, TRIAL_SEED, 0, overrides, data=data))
+    return entries
+
+
 def plan(lines: Lines, overrides: Mapping[str, Any] | None = None) -> list[Entry]:
     """All entries in the order of the queue, as far as the results so far decide them.
 
@@ -506,6 +532,7 @@ def plan(lines: Lines, overrides: Mapping[str, Any] | None = None) -> list[Entry
         *generalise_final(lines, overrides),
         *coarse(overrides),
         *open_problems(lines, overrides),
+        *gamma(overrides),
     ]
 
 
@@ -513,21 +540,26 @@ def plan(lines: Lines, overrides: Mapping[str, Any] | None = None) -> list[Entry
 
 #: Seconds on an H200: per image, and to measure, by part. Networks with AdamW take longer per image.
 SECONDS_PER_IMAGE, SLOWER_NETWORK = 1.5e-5, 2.0
+BESIDE = 0.8  # how much longer a run takes for each other one that shares the GPU
 IMAGES = {TINY: 100_000, CIFAR100: 50_000, SUPERCLASSES: 50_000}
 MEASURING = {AUDIT: 25.0, TRIALS: 30.0, SPLITS: 30.0, FINAL: 60.0, GENERALISE: 30.0, GENERALISE_FINAL: 60.0}
-MEASURING |= {COARSE: 25.0, OPEN: 30.0}
+MEASURING |= {COARSE: 25.0, OPEN: 30.0, GAMMA: 25.0}
 
 
-def seconds(entry: Entry, lines: Lines, device: str | None = None) -> float:
-    """How long an entry should take: as its part and row did on this device, then its part, then a guess."""
+def seconds(entry: Entry, lines: Lines, device: str | None = None, at_once: int = 1) -> float:
+    """How long an entry should take: as its part and row did on this device, then its part, then a guess.
+
+    at_once: how many runs share the GPU.
+    """
     known = [line for line in lines.values() if "top1" in line and device in (None, line["device"])]
-    known = [line for line in known if line["stage"] == entry.stage]
+    known = [line for line in known if line["stage"] == entry.stage and line.get("at_once", 1) == at_once]
     for alike in ([line for line in known if line["row"] == entry.row], known):
         if alike:
             return statistics.median(line["seconds"] for line in alike)
     slower = SLOWER_NETWORK if entry.stage in (GENERALISE, GENERALISE_FINAL) else 1.0
     epochs = entry.changes.get("epochs", EPOCHS)
-    return slower * SECONDS_PER_IMAGE * IMAGES[entry.data] * epochs + MEASURING[entry.stage]
+    guess = slower * SECONDS_PER_IMAGE * IMAGES[entry.data] * epochs + MEASURING[entry.stage]
+    return guess * (1 + BESIDE * (at_once - 1))
 
 
 def recipe_of(entry: Entry) -> Recipe:

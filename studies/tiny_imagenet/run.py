@@ -53,6 +53,7 @@ class Place:
     device: str
     commit: str | None = None
     keep: bool = False
+    at_once: int = 1
 
 
 def do(entry: Entry, store: Store, place: Place) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def do(entry: Entry, store: Store, place: Place) -> dict[str, Any]:
             torch.cuda.empty_cache()
     taken = time.monotonic() - begin
     started = (datetime.now(UTC) - timedelta(seconds=taken)).isoformat(timespec="seconds")
-    return {**line, **machine(place), "seconds": round(taken, 2), "started": started}
+    return {**line, **machine(place), "at_once": place.at_once, "seconds": round(taken, 2), "started": started}
 
 
 def _train_and_measure(entry: Entry, store: Store, place: Place) -> dict[str, Any]:
@@ -170,6 +171,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--commit", help="of the code, where git cannot tell")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides", help="for all recipes")
+    parser.add_argument(
+        "--share", default="1/1", metavar="I/N", help="run every N-th entry, from the I-th on: see README.md"
+    )
     parser.add_argument("--retry", action="store_true", help="repeat what failed, too")
     parser.add_argument("--keep", action="store_true", help="the folders of the runs, in SCRATCH/runs")
     parser.add_argument("--list", action="store_true", help="print what is done and what remains, and stop")
@@ -177,12 +181,12 @@ def main(words: Sequence[str] | None = None) -> None:
     begin = time.monotonic()
     try:
         args.overrides = parsed(tuple(args.overrides))
+        args.share = share(args.share)
         lines = read(args.output)
-        place = Place(args.scratch.resolve(), args.device, args.commit, args.keep)
-        device = machine(place)["device"]
+        place = Place(args.scratch.resolve(), args.device, args.commit, args.keep, args.share[1])
         first = next((entry for entry in remaining(args, lines) if entry.base), None)
         if args.list:
-            return show(args, lines, device)
+            return show(args, lines, place)
         if first is None:
             return say(f"nothing to run; results in {args.output}")
         if args.data is None:
@@ -195,7 +199,7 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     work(args, lines, store, place, begin)
     rest = remaining(args, lines)
-    say(f"{len(rest)} runs remain, about {minutes(rest, lines, device):.0f} minutes; results in {args.output}")
+    say(f"{len(rest)} runs remain, about {minutes(rest, lines, place):.0f} minutes; results in {args.output}")
 
 
 def work(args: argparse.Namespace, lines: Lines, store: Store, place: Place, begin: float) -> None:
@@ -203,10 +207,10 @@ def work(args: argparse.Namespace, lines: Lines, store: Store, place: Place, beg
     attempted: set[str] = set()
     failures = 0
     while True:
+        lines |= read(args.output)  # other processes may have added some
         left = 60 * args.minutes - (time.monotonic() - begin)
         ready = [entry for entry in remaining(args, lines) if entry.base and entry.key not in attempted]
-        fitting = (e for e in ready if (1 + LATE) * seconds(e, lines, machine(place)["device"]) + SLACK < left)
-        entry = next(fitting, None)
+        entry = next((entry for entry in ready if (1 + LATE) * expected(entry, lines, place) + SLACK < left), None)
         if entry is None:
             return
         attempted.add(entry.key)
@@ -226,16 +230,17 @@ def outcome(line: dict[str, Any]) -> str:
         return line["error"]
     kind = "transfer" if "transfer" in line else "transfer_cv"
     means = [f"{probe} {sum(sets.values()) / len(sets):.2f}" for probe, sets in line[kind].items()]
-    return f"top-1 {line['top1']:.2f}, {', '.join(means)}"
+    return f"top-1 {line['top1']:.2f} of {line.get('images_train', 0):,} images, {', '.join(means)}"
 
 
 def remaining(args: argparse.Namespace, lines: Lines) -> list[Entry]:
     """The runs of the parts asked for that have no line yet, in the order of the plan."""
+    number, count = args.share
     asked = [entry for entry in plan(lines, args.overrides) if {"all", entry.stage} & set(args.part)]
-    return list(to_do(asked, lines, args.retry))  # type: ignore[arg-type]
+    return list(to_do(asked[number - 1 :: count], lines, args.retry))  # type: ignore[arg-type]
 
 
-def show(args: argparse.Namespace, lines: Lines, device: str) -> None:
+def show(args: argparse.Namespace, lines: Lines, place: Place) -> None:
     rest = remaining(args, lines)
     for part in PARTS:
         entries = [entry for entry in plan(lines, args.overrides) if entry.stage == part]
@@ -243,15 +248,27 @@ def show(args: argparse.Namespace, lines: Lines, device: str) -> None:
         if {"all", part} & set(args.part):
             waiting = sum(not entry.base for entry in left)
             wait = f", {waiting} of them wait for earlier parts" if waiting else ""
-            time_left = f"about {minutes(left, lines, device):.0f} minutes"
+            time_left = f"about {minutes(left, lines, place):.0f} minutes"
             say(f"{part}: {len(entries)} runs, {len(left)} remain{wait}, {time_left}")
     for line in lines.values():
         if "error" in line and not line["diverged"]:
             say(f"failed: {line['name']}: {line['error']}")
 
 
-def minutes(entries: Sequence[Entry], lines: Lines, device: str) -> float:
-    return sum(seconds(entry, lines, device) for entry in entries) / 60
+def expected(entry: Entry, lines: Lines, place: Place) -> float:
+    return seconds(entry, lines, machine(place)["device"], place.at_once)
+
+
+def minutes(entries: Sequence[Entry], lines: Lines, place: Place) -> float:
+    return sum(expected(entry, lines, place) for entry in entries) / 60
+
+
+def share(text: str) -> tuple[int, int]:
+    """Which entries a process runs: (I, N) of "I/N"."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise ValueError(f"--share must be I/N with 1 <= I <= N, got {text!r}")
+    return int(number), int(count)
 
 
 def say(text: str) -> None:

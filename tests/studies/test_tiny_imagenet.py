@@ -186,6 +186,18 @@ def test_the_queue_resumes_and_runs_nothing_twice(images, tmp_path, monkeypatch,
     assert "final: 40 runs, 20 remain" in said  # rows with the same settings share their runs
 
 
+def test_processes_that_share_the_queue_run_each_entry_once(images, tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr(run, "do", lambda entry, *_: begun.append(entry.name) or made_up(entry))
+    queue(images, tmp_path, "--part", "trials", "--share", "2/2")
+    half = len(begun)
+    assert half == 18
+    queue(images, tmp_path, "--part", "trials", "--share", "1/2")
+    assert len(begun) == len(set(begun)) == 36
+    with pytest.raises(SystemExit):
+        queue(images, tmp_path, "--share", "3/2")
+
+
 def test_nothing_begins_that_would_not_end_in_time(images, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "do", lambda entry, *_: pytest.fail(f"{entry.name} was begun"))
     assert queue(images, tmp_path, "--part", "audit", "--minutes", "0.1") == []
@@ -223,6 +235,7 @@ def test_runs_of_all_arms_leave_what_the_page_needs(images, tmp_path, monkeypatc
         assert line["commit"] == "abc"
         assert line["torch"] == torch.__version__
         assert (line["seed"], line["split"], line["data"]) == (0, 0, "tiny32")
+        assert (line["images_train"], line["images_test"]) == (54, 6)  # of 60, and no test image among them
         assert {*line} >= {"settings", "top1", "loss", "train_loss", "seconds", "device", "r2_test", "transfer_chosen"}
         assert "transfer" not in line  # test images only when nothing is left to choose
         assert set(line["transfer_cv"]) == {"svm", "svm-standardised", "knn"}
