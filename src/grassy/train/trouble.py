@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from grassy.distributed import processes as distributed
 from grassy.distributed.processes import Process
@@ -25,7 +26,7 @@ class TrainingStopped(RuntimeError):
 
 @contextlib.contextmanager
 def trouble_explained(recipe: Recipe, process: Process, output: Path) -> Iterator[None]:
-    """Raise TrainingStopped, with advice, if the block runs out of memory or loses a worker."""
+    """Raise TrainingStopped, with advice, if memory runs out, or a worker or another process of the run dies."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -35,6 +36,9 @@ def trouble_explained(recipe: Recipe, process: Process, output: Path) -> Iterato
                 f"a process that prepares images has died ({reason.strip(' .')}): if memory ran out, fewer workers "
                 f"need less; {last_good(output)}"
             ) from error
+        if isinstance(error, dist.DistError) or "/gloo/" in reason:
+            message = f"another process of this run has ended, or cannot be reached; {last_good(output)} ({reason})"
+            raise TrainingStopped(message) from error
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
             raise
         size = max(1, recipe.batch_size // process.world_size // recipe.grad_accum_steps)
