@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import time
 
 import numpy as np
@@ -16,11 +15,11 @@ from grassy.runs import weights as weights_module
 from grassy.runs.folder import RunFolder
 from grassy.runs.state import STATE, read_torch
 from grassy.runs.weights import BEST, LAST, read_weights
-from grassy.train import loop, stopping
+from grassy.train import loop
 from grassy.train.checkpoints import Checkpoints
 from grassy.train.loop import train
 from grassy.train.opening import opened_run
-from training_cases import assert_same_weights, tiny_arrays, tiny_recipe, train_command
+from training_cases import assert_same_weights, tiny_arrays, tiny_recipe
 
 
 class StopAfter:
@@ -301,24 +300,6 @@ def test_killed_ten_times_while_saving_it_always_finds_a_whole_checkpoint_and_en
     assert not list(run.glob(".writing-*"))
 
 
-def test_an_impatient_ctrl_c_does_not_lose_the_run_and_a_later_one_ends_it(monkeypatch, capfd, request):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell puts behind ignores it
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    with pytest.raises(KeyboardInterrupt), stopping.told_to_stop(True) as told:  # noqa: PT012
-        assert told() == 0
-        for _ in range(3):
-            signal.raise_signal(signal.SIGINT)
-        assert told() == signal.SIGINT
-        monkeypatch.setattr(stopping, "IMPATIENCE", 0.0)
-        signal.raise_signal(signal.SIGINT)
-    assert capfd.readouterr().err.count("stopping after this update, and saving") == 1
-    with stopping.told_to_stop(False) as told:
-        for _ in range(2):  # a launcher may repeat it while a checkpoint is being written
-            signal.raise_signal(signal.SIGTERM)
-        assert told() == signal.SIGTERM
-    assert capfd.readouterr().err == ""
-
-
 def test_a_worker_that_outlives_a_killed_process_does_not_keep_its_folder(tmp_path):
     first, second = RunFolder(tmp_path), RunFolder(tmp_path)
     first.claim()
@@ -338,20 +319,3 @@ def test_a_worker_that_outlives_a_killed_process_does_not_keep_its_folder(tmp_pa
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         second.release()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_finishes_the_update_saves_and_exits_cleanly(tmp_path, number):
-    data = tiny_arrays(tmp_path / "data")
-    command = train_command(data, tmp_path / "run", "epochs=100000", "loader=workers", "workers=1")
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    while "epoch 3/" not in process.stderr.readline():
-        assert process.poll() is None
-    os.killpg(process.pid, number)  # as a terminal, Slurm and timeout do: the workers get it too
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    assert "and saved; --resume auto goes on" in errors
-    assert "Traceback" not in errors
-    progress = read_torch(tmp_path / "run" / STATE)["progress"]
-    assert progress["epoch"] >= 3

@@ -1,4 +1,4 @@
-"""Signals to all processes of a run, and workers that die: what is saved, and what is said."""
+"""Signals to the processes of a run, and workers that die: what is saved, and what is said."""
 
 import os
 import signal
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from grassy.runs.state import STATE, read_torch
+from grassy.train import stopping
 from training_cases import tiny_arrays, train_command
 
 #: Seconds after which a run that was told to stop must have ended.
@@ -70,3 +71,21 @@ def test_a_worker_that_is_killed_ends_the_run_with_one_sentence_and_the_checkpoi
     assert "Traceback" not in errors
     assert read_torch(tmp_path / "run" / STATE)["progress"]["epoch"] >= 2
     assert not list((tmp_path / "run").glob(".writing-*"))
+
+
+def test_an_impatient_ctrl_c_does_not_lose_the_run_and_a_later_one_ends_it(monkeypatch, capfd, request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell puts behind ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    with pytest.raises(KeyboardInterrupt), stopping.told_to_stop(True) as told:  # noqa: PT012
+        assert told() == 0
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        assert told() == signal.SIGINT
+        monkeypatch.setattr(stopping, "IMPATIENCE", 0.0)
+        signal.raise_signal(signal.SIGINT)
+    assert capfd.readouterr().err.count("stopping after this update, and saving") == 1
+    with stopping.told_to_stop(False) as told:
+        for _ in range(2):  # a launcher may repeat it while a checkpoint is being written
+            signal.raise_signal(signal.SIGTERM)
+        assert told() == signal.SIGTERM
+    assert capfd.readouterr().err == ""
