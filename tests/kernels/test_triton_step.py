@@ -299,7 +299,7 @@ def test_it_says_what_it_does_not_support():
 
 @pytest.mark.parametrize(
     ("capability", "shared", "hip", "most"),
-    [((9, 0), 227, None, 64), ((8, 9), 99, None, 32), ((7, 5), 64, None, 0), ((9, 4), 64, "6.2", 0)],
+    [((9, 0), 227, None, 64), ((8, 9), 99, None, 32), ((7, 5), 64, None, 32), ((9, 4), 227, "6.2", 32)],
     ids=["H100", "RTX 4090", "T4", "MI300"],
 )
 def test_how_many_rows_a_gpu_takes(monkeypatch, capability, shared, hip, most):
@@ -310,6 +310,7 @@ def test_how_many_rows_a_gpu_takes(monkeypatch, capability, shared, hip, most):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(triton_step, "_most_rows", triton_step._most_rows.__wrapped__)
+    monkeypatch.setattr(triton_step, "precision", triton_step.precision.__wrapped__)
 
     def taken(k):
         tensor = torch.empty(2, k, 100)
@@ -317,8 +318,9 @@ def test_how_many_rows_a_gpu_takes(monkeypatch, capability, shared, hip, most):
         weight = SimpleNamespace(**facts, device=torch.device("cuda"))
         return triton_step.supports(weight, weight, None, StepOptions()) is None
 
-    assert most == 0 or taken(most)
+    assert taken(most)
     assert not taken(most + 1)
+    assert triton_step.precision(torch.device("cuda")) == ("ieee" if hip or capability < (8, 0) else "tf32x3")
 
 
 TYPES = {"k": "i32", "n": "i32", "matrices": "i32", "careful": "i32", "lr": "fp32", "momentum": "fp32"}
@@ -326,8 +328,17 @@ TYPES |= {"max_angle": "fp32", "skip": "*fp32", "counts_pointer": "*i64", "verdi
 TYPES |= {f"{name}_pointer": "*fp32" for name in ("weight", "grad", "momentum", "scratch")}
 
 
-@pytest.mark.parametrize(("rows", "capability", "shared"), [(64, 90, 227), (32, 86, 99), (16, 80, 163)])
-def test_the_kernels_compile_for_gpus_and_fit_into_their_shared_memory(rows, capability, shared):
+@pytest.mark.parametrize(
+    ("rows", "backend", "arch", "shared"),
+    [
+        (64, "cuda", 90, 227),
+        (32, "cuda", 86, 99),
+        (16, "cuda", 80, 163),
+        (32, "cuda", 75, 48),
+        (32, "hip", "gfx942", 64),
+    ],
+)
+def test_the_kernels_compile_for_gpus_and_fit_into_their_shared_memory(rows, backend, arch, shared):
     """Which needs no GPU. The largest variants: momentum in bfloat16 and transported, an angle that is limited."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -336,7 +347,8 @@ def test_the_kernels_compile_for_gpus_and_fit_into_their_shared_memory(rows, cap
 
     flags = ("HAS_MOMENTUM", "LR_ON_DEVICE", "MOMENTUM_ON_DEVICE", "CAN_SKIP", "CAPPED", "PARALLEL", "MAXIMIZE")
     constants = dict.fromkeys(flags, True) | {"SHARE": triton_step.SHARE, "LARGEST": 64.0}
-    constants |= {"K": rows, "N": triton_step.COLUMNS[rows]}
+    tf32 = backend == "cuda" and arch >= 80
+    constants |= {"K": rows, "N": triton_step.COLUMNS[rows], "PRECISION": "tf32x3" if tf32 else "ieee"}
     types = {**TYPES, "momentum_pointer": "*bf16", "lr": "*fp32", "momentum": "*fp32"}
     for name, careful in (
         ("_grams", False),
@@ -352,6 +364,6 @@ def test_the_kernels_compile_for_gpus_and_fit_into_their_shared_memory(rows, cap
         values = {(i,): constants[each] for i, each in enumerate(signature) if each in constants}
         source = ASTSource(kernel, signature, values, {})
         options = {"num_warps": triton_step.warps(rows), "num_stages": triton_step.STAGES, "enable_fp_fusion": True}
-        compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options)
+        compiled = triton.compile(source, GPUTarget(backend, arch, 32 if backend == "cuda" else 64), options)
         assert compiled.metadata.shared <= shared * 1024, name
         assert rows < 64 or compiled.metadata.shared <= triton_step.BYTES_OF_64_ROWS

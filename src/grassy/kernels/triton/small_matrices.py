@@ -1,6 +1,7 @@
-"""What the kernels in Triton do with K x K matrices: `reference._step` between its passes over the columns.
+"""What the step in Triton does with K x K matrices: `reference._step` between its passes over the columns.
 
-ON_TENSOR_CORES: by `tl.dot`, for 16 rows and more, or, for fewer, by sums in float32.
+PRECISION: how products are made. Tensor cores would round to TF32; "tf32x3", three products of split numbers, is almost
+float32. Where there are no such tensor cores it is "ieee", float32 itself.
 """
 
 import triton
@@ -8,35 +9,32 @@ import triton.language as tl
 
 
 @triton.jit
-def dot(a, b, ON_TENSOR_CORES: tl.constexpr):
-    """A B. Tensor cores would round to TF32; of three products it is almost float32."""
-    if ON_TENSOR_CORES:
-        return tl.dot(a, b, input_precision="tf32x3")
-    else:
-        return tl.sum(a[:, :, None] * b[None, :, :], axis=1)
+def dot(a, b, PRECISION: tl.constexpr):
+    """A B."""
+    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
-def cosm1_sinc(x, eye, ON_TENSOR_CORES: tl.constexpr):
+def cosm1_sinc(x, eye, PRECISION: tl.constexpr):
     """`geometry.cosm1_sinc`: Taylor polynomials of degree 5 for ‖X‖ <= 1, then doublings of the angle."""
     size = tl.sum(tl.sum(x * eye, axis=1), axis=0)
     doublings = tl.maximum(tl.ceil(0.5 * tl.log2(tl.maximum(size, 1.0))), 0.0).to(tl.int32)
     x = x * tl.exp2(-2.0 * doublings.to(tl.float32))
-    xx = dot(x, x, ON_TENSOR_CORES)
+    xx = dot(x, x, PRECISION)
     cosm1 = eye / 40320 - x / 3628800  # 1/8!, 1/10!
     sinc = eye / 362880 - x / 39916800  # 1/9!, 1/11!
-    cosm1 = eye / 24 - x / 720 + dot(xx, cosm1, ON_TENSOR_CORES)
-    sinc = eye / 120 - x / 5040 + dot(xx, sinc, ON_TENSOR_CORES)
-    cosm1 = -x / 2 + dot(xx, cosm1, ON_TENSOR_CORES)
-    sinc = eye - x / 6 + dot(xx, sinc, ON_TENSOR_CORES)
+    cosm1 = eye / 24 - x / 720 + dot(xx, cosm1, PRECISION)
+    sinc = eye / 120 - x / 5040 + dot(xx, sinc, PRECISION)
+    cosm1 = -x / 2 + dot(xx, cosm1, PRECISION)
+    sinc = eye - x / 6 + dot(xx, sinc, PRECISION)
     for _ in range(doublings):
-        sinc += dot(cosm1, sinc, ON_TENSOR_CORES)
-        cosm1 = 2 * dot(cosm1, cosm1, ON_TENSOR_CORES) + 4 * cosm1
+        sinc += dot(cosm1, sinc, PRECISION)
+        cosm1 = 2 * dot(cosm1, cosm1, PRECISION) + 4 * cosm1
     return cosm1, sinc
 
 
 @triton.jit
-def largest_singular_value(a, ON_TENSOR_CORES: tl.constexpr):
+def largest_singular_value(a, PRECISION: tl.constexpr):
     """The root of the largest eigenvalue of A: `reference._largest_eigenvalue`."""
     tiny: tl.constexpr = 1.1754944e-38
     scale = tl.maximum(tl.max(tl.max(tl.abs(a), axis=1), axis=0), tiny)
@@ -46,7 +44,7 @@ def largest_singular_value(a, ON_TENSOR_CORES: tl.constexpr):
     share = 0.5
     for _ in range(8):  # not unrolled: large products take the compiler long
         a = a / norm
-        a = dot(a, a, ON_TENSOR_CORES)
+        a = dot(a, a, PRECISION)
         norm = tl.maximum(tl.sqrt(tl.sum(tl.sum(a * a, axis=1), axis=0)), tiny)
         logarithm += tl.log(norm) * share
         share *= 0.5

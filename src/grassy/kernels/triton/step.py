@@ -6,7 +6,8 @@ and B = μM + D (`_grams`), from which all K x K matrices follow (`_turns`), and
 W' themselves are looked at (`_grams` again, `_polish`).
 
 Products are those of tensor cores, each of three ("tf32x3"), which is almost float32. Their sums are not rounded but
-cut off, so that a long sum would drift: the columns of a block are summed there, and blocks in float32.
+cut off, so that a long sum would drift: the columns of a block are summed there, and blocks in float32. Other GPUs
+multiply in float32 ("ieee"); for these the kernels are compiled in tests, but were never run.
 """
 
 import functools
@@ -26,7 +27,7 @@ MAX_ROWS = 64
 COLUMNS = {16: 64, 32: 32, 64: 32}
 STAGES = 2
 #: With 64 rows, what a program needs of shared memory; it is what GPUs from Hopper on for data centres have.
-BYTES_OF_64_ROWS = 192 * 1024
+BYTES_OF_64_ROWS = 200 * 1024
 #: Columns that one program of the last pass makes.
 SHARE = 512
 #: Of the K x K matrices between the passes; more classes than have room there are taken one part after the other.
@@ -60,12 +61,19 @@ def supports(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None, optio
 
 
 @functools.cache
+def precision(device: torch.device) -> str:
+    """How products are made: GPUs of AMD, and those of NVIDIA before Ampere, have no tensor cores that take TF32."""
+    if device.type != "cuda":  # which is interpreted
+        return "tf32x3"
+    tf32 = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return "tf32x3" if tf32 else "ieee"
+
+
+@functools.cache
 def _most_rows(device: torch.device) -> int:
-    """Of a class, on a GPU. Those of AMD, and those of NVIDIA before Ampere, have no tensor cores that take TF32."""
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
-        return 0
+    """Of a class, on a GPU."""
     shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
-    return MAX_ROWS if shared >= BYTES_OF_64_ROWS else MAX_ROWS // 2
+    return MAX_ROWS if precision(device) == "tf32x3" and shared >= BYTES_OF_64_ROWS else MAX_ROWS // 2
 
 
 def warps(rows: int) -> int:
@@ -101,7 +109,7 @@ def geodesic_step(
     scratch = torch.empty((part, matrices * rows + 1, rows), dtype=torch.float32, device=weight.device)
     verdicts = torch.empty(part, dtype=torch.int32, device=weight.device)
 
-    own = {"CAN_SKIP": skip is not None, "num_warps": warps(rows)}
+    own = {"CAN_SKIP": skip is not None, "PRECISION": precision(weight.device), "num_warps": warps(rows)}
     sizes = {**own, "K": rows, "N": COLUMNS[rows], "num_stages": STAGES}
     both = {**sizes, "HAS_MOMENTUM": momentum_buffer is not None, "MAXIMIZE": options.maximize}
     both["MOMENTUM_ON_DEVICE"] = isinstance(momentum, Tensor)
@@ -150,6 +158,7 @@ def _grams(
     n,
     matrices,
     K: tl.constexpr,
+    PRECISION: tl.constexpr,
     N: tl.constexpr,
     HAS_MOMENTUM: tl.constexpr,
     MOMENTUM_ON_DEVICE: tl.constexpr,
@@ -180,11 +189,11 @@ def _grams(
         w = tl.load(weight_pointer + place + begin, inside, other=0.0)
         b = _sum(grad_pointer, momentum_pointer, place + begin, inside, mu, HAS_MOMENTUM, MAXIMIZE)
         if CAREFUL_ONLY:
-            b = tl.where(present[:, None], b - dot(x, w, True), 0.0)
+            b = tl.where(present[:, None], b - dot(x, w, PRECISION), 0.0)
         else:
-            gram_w += tl.dot(w, tl.trans(w), nothing, input_precision="tf32x3")
-        overlap += tl.dot(b, tl.trans(w), nothing, input_precision="tf32x3")
-        square += tl.dot(b, tl.trans(b), nothing, input_precision="tf32x3")
+            gram_w += tl.dot(w, tl.trans(w), nothing, input_precision=PRECISION)
+        overlap += tl.dot(b, tl.trans(w), nothing, input_precision=PRECISION)
+        square += tl.dot(b, tl.trans(b), nothing, input_precision=PRECISION)
     if CAREFUL_ONLY:
         tl.store(matrix + 3 * K * K, overlap)
     else:
@@ -204,6 +213,7 @@ def _turns(
     matrices,
     careful,
     K: tl.constexpr,
+    PRECISION: tl.constexpr,
     LR_ON_DEVICE: tl.constexpr,
     CAN_SKIP: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -236,9 +246,9 @@ def _turns(
     if careful != 0:
         x = tl.load(matrix + 3 * K * K)
     overlap = tl.where(present[:, None], x, 0.0)
-    x = overlap - dot(overlap, defect, True)  # B Wᵀ (W Wᵀ)⁻¹, to first order, as is what follows; or H Wᵀ (W Wᵀ)⁻¹
+    x = overlap - dot(overlap, defect, PRECISION)  # B Wᵀ (W Wᵀ)⁻¹, to first order, as is what follows; or H Wᵀ (W Wᵀ)⁻¹
     square = a
-    a = tl.where(present[:, None] & present[None, :], a - dot(x, tl.trans(overlap), True), 0.0)
+    a = tl.where(present[:, None] & present[None, :], a - dot(x, tl.trans(overlap), PRECISION), 0.0)
     length = energy  # ‖B‖², or that of H
     left = tl.sum(tl.sum(a * eye, axis=1), axis=0)
     energy = tl.maximum(left, 0.0)
@@ -266,20 +276,20 @@ def _turns(
     if (verdict == STILL) | (verdict == MOVE) | (verdict == POLISH):
         speed = tl.sqrt(energy)
         if CAPPED:
-            speed = largest_singular_value(a, True)
+            speed = largest_singular_value(a, PRECISION)
         limit = tl.minimum(LARGEST, max_angle)
         tau = rate
         if rate * speed > limit:
             tau = limit / speed
             tl.atomic_add(counts_pointer + 1, 1)
-        cosm1, sinc = cosm1_sinc(tau * tau * a, eye, True)
+        cosm1, sinc = cosm1_sinc(tau * tau * a, eye, PRECISION)
         # The polar factor of P W + Q H is 1 − (P (W Wᵀ) P − P²) / 2, up to its square, since cos² + sin² = 1.
-        off = dot(cosm1, defect, True)
+        off = dot(cosm1, defect, PRECISION)
         off = defect + off + tl.trans(off)
-        tl.store(matrix, cosm1 - 0.5 * (off + dot(off, cosm1, True)))
-        tl.store(matrix + 2 * K * K, -tau * (sinc - 0.5 * dot(off, sinc, True)))
+        tl.store(matrix, cosm1 - 0.5 * (off + dot(off, cosm1, PRECISION)))
+        tl.store(matrix + 2 * K * K, -tau * (sinc - 0.5 * dot(off, sinc, PRECISION)))
         if PARALLEL:
-            tl.store(matrix + 4 * K * K, tau * dot(a, sinc, True))
+            tl.store(matrix + 4 * K * K, tau * dot(a, sinc, PRECISION))
             tl.store(matrix + 5 * K * K, cosm1)
 
 
@@ -296,6 +306,7 @@ def _moves(
     n,
     matrices,
     K: tl.constexpr,
+    PRECISION: tl.constexpr,
     N: tl.constexpr,
     SHARE: tl.constexpr,
     HAS_MOMENTUM: tl.constexpr,
@@ -327,16 +338,16 @@ def _moves(
         inside = (row < k) & (begin + column < n)
         w = tl.load(weight_pointer + place + begin, inside, other=0.0)
         b = _sum(grad_pointer, momentum_pointer, place + begin, inside, mu, HAS_MOMENTUM, MAXIMIZE)
-        h = tl.where(present[:, None], b - dot(x, w, True), 0.0)
+        h = tl.where(present[:, None], b - dot(x, w, PRECISION), 0.0)
         if CAREFUL_ONLY:
-            h -= tl.where(present[:, None], dot(tl.load(matrix + 3 * K * K), w, True), 0.0)
-        new = w + (dot(along_w, w, True) + dot(along_h, h, True))
+            h -= tl.where(present[:, None], dot(tl.load(matrix + 3 * K * K), w, PRECISION), 0.0)
+        new = w + (dot(along_w, w, PRECISION) + dot(along_h, h, PRECISION))
         tl.store(weight_pointer + place + begin, new, inside & moving)
         if HAS_MOMENTUM:
             if PARALLEL:
                 turned = tl.load(matrix + 4 * K * K)
                 cosm1 = tl.load(matrix + 5 * K * K)
-                more = dot(cosm1, h, True) + dot(turned, w, True)
+                more = dot(cosm1, h, PRECISION) + dot(turned, w, PRECISION)
                 h += tl.where(verdict != GONE, more, 0.0) if CAREFUL_ONLY else more
             tl.store(momentum_pointer + place + begin, h, inside)
 
@@ -350,6 +361,7 @@ def _polish(
     k,
     n,
     K: tl.constexpr,
+    PRECISION: tl.constexpr,
     N: tl.constexpr,
     CAN_SKIP: tl.constexpr,
 ):
@@ -367,12 +379,12 @@ def _polish(
     gram = tl.zeros([K, K], tl.float32)
     for begin in range(0, n, N):
         w = tl.load(weight_pointer + place + begin, (row[:, None] < k) & (begin + column < n), other=0.0)
-        gram += tl.dot(w, tl.trans(w), nothing, input_precision="tf32x3")
+        gram += tl.dot(w, tl.trans(w), nothing, input_precision=PRECISION)
     half = 0.5 * (eye - gram)
     for begin in range(0, n, N):
         inside = (row[:, None] < k) & (begin + column < n)
         w = tl.load(weight_pointer + place + begin, inside, other=0.0)
-        tl.store(weight_pointer + place + begin, w + dot(half, w, True), inside)
+        tl.store(weight_pointer + place + begin, w + dot(half, w, PRECISION), inside)
 
 
 # ------------------------------------------------------------------------------------------------ parts of them
