@@ -44,7 +44,7 @@ def either_way(request, monkeypatch):
 
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("soft", [False, True], ids=["labels", "soft"])
-@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("impl", ["triton", "chunks"])
 @pytest.mark.parametrize("shape", SHAPES + LARGE, ids=str)
 def test_loss_and_gradients_agree_with_float64(shape, impl, soft):
     x, weight, target = on_gpu(*shape, soft=soft)

@@ -337,7 +337,7 @@ def test_a_gradient_inside_the_subspace_of_any_size_leaves_the_class_on_the_mani
     for n in (60, chosen.k):  # and k = n, where nothing but rounding is left of any gradient
         w = g.random_subspace(2, chosen.k, n)
         inside = torch.randn(2, chosen.k, chosen.k) @ w
-        for size in (1.0, 10.0, 1e3, 1e6):
+        for size in (1.0, 1e3, 1e6, 1e12):
             d = size * inside / torch.linalg.matrix_norm(inside, keepdim=True)
             moved, buffer, counts = step(w, d, torch.zeros_like(w), 1.0, transport=transport)
             assert g.orthonormality_error(moved.double()) < 1e-6, (n, size)

@@ -150,7 +150,7 @@ facts["bfloat16 gradients"] = torch.equal(*results)
 # A gradient inside the subspace, and k = n: nothing but rounding is left of it.
 facts["inside"] = []
 for k, n in ((4, 16), (8, 8), (20, 70), (33, 33), (1, 1)):
-    for size, transport in itertools.product((1.0, 10.0, 1e3, 1e6), ("projection", "parallel")):
+    for size, transport in itertools.product((1.0, 1e3, 1e6, 1e12), ("projection", "parallel")):
         weight = geometry.random_subspace(2, k, n)
         gradient = torch.randn(2, k, k) @ weight
         gradient *= size / torch.linalg.matrix_norm(gradient, keepdim=True)

@@ -109,6 +109,10 @@ struct Matrices {
     float *G, *T, *A, *X, *Y, *U, *V, *C, *S;
 };
 
+// Entries of cos - 1 and sinc - 1 of sqrt(X) for a small X, from those of X and of its square.
+__device__ float small_cosine(float x, float square) { return square * (1 / 24.0f) - 0.5f * x; }
+__device__ float small_sine(float x, float square) { return square * (1 / 120.0f) - x * (1 / 6.0f); }
+
 // The rest of `middle` up to X and V, for turns of any size: polynomials of degree 5, doublings of the angle, and the
 // Gram matrix P G P + Q A Q of P W + Q H for the polar factor. U is scale A, and Y its square.
 __device__ __noinline__ void large_turn(Matrices m, float tau, int doublings) {
@@ -248,8 +252,8 @@ __device__ Verdict usual(Matrices m, float rate, int flags, float max_angle, int
                        scale * (energy + 1e-5f * length) < limit;
     if (!(finite && moves && small)) return UNUSUAL;
 
-    auto cosine = [&](int j, int e) { return square.at[j][e] * (1 / 24.0f) - 0.5f * turn.at[j][e]; };
-    auto sine = [&](int j, int e) { return square.at[j][e] * (1 / 120.0f) - turn.at[j][e] * (1 / 6.0f); };
+    auto cosine = [&](int j, int e) { return small_cosine(turn.at[j][e], square.at[j][e]); };
+    auto sine = [&](int j, int e) { return small_sine(turn.at[j][e], square.at[j][e]); };
     const Held v([&](int r, int c, int j, int e) { return both(j, e) ? -rate * ((r == c) + sine(j, e)) : 0; });
     const Held vt = times_transposed(v, tt);
     const Held y([&](int r, int c, int j, int e) {
@@ -329,8 +333,8 @@ __device__ Verdict middle(Matrices m, float rate, int flags, float max_angle, bo
         // orthonormality is what W lacked: polar = 1 - (G - 1)/2, up to (G - 1) t.
         Four cosine, sine;
         for (int j = 0; j < 4; j++) {
-            cosine.value[j] = product[j] * (1 / 24.0f) - 0.5f * scale * a[j];
-            sine.value[j] = product[j] * (1 / 120.0f) - scale * a[j] * (1 / 6.0f);
+            cosine.value[j] = small_cosine(scale * a[j], product[j]);
+            sine.value[j] = small_sine(scale * a[j], product[j]);
         }
         set(m.C, [&](int, int, int j) { return cosine[j]; });
         set(m.S, [&](int r, int c, int j) { return (r == c) + sine[j]; });
