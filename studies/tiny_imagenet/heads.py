@@ -15,6 +15,7 @@ from grassy.heads import HEADS, CosineHead, GrassmannHead, Head, LinearHead
 from grassy.heads.base import Criterion, init_like_linear, linear, number, positive
 from grassy.kernels import unit
 from grassy.optim.joint import MANIFOLD, JointOptimizer
+from grassy.precision import without_autocast
 
 #: Their names in recipes.
 SOFTMAX, COSINE, SIGNED = "study-softmax", "study-cosine", "study-signed"
@@ -125,7 +126,7 @@ class VarietyHead(GrassmannHead):
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
         features = self.prepare(features, target, criterion)
         loss = of_tokens(criterion, self.logits(features, target), target)
-        with torch.autocast(features.device.type, enabled=False):
+        with without_autocast(features):
             own = torch.einsum("bkn,bn->bk", self.weight.detach()[target], features.float())
             u = F.normalize(own, dim=-1)
             if self.used:

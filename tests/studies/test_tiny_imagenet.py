@@ -459,3 +459,22 @@ def test_the_networks_exist_and_have_the_widths_of_the_plan(network):
     (head,) = heads_of(model)
     assert head.in_features == plan.WIDTHS[network]
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 200)
+
+
+@pytest.mark.parametrize("name", [heads.SOFTMAX, heads.COSINE, heads.SIGNED, heads.VARIETY, heads.MEAN])
+def test_an_update_asks_nothing_of_the_device(name):
+    """A CUDA graph cannot hold what waits for a number, and a tensor without data has none to give."""
+    options = {"k": 4} if name in (heads.VARIETY, heads.MEAN) else {}
+    options |= {"used": 0.1, "contrast": 0.1} if name == heads.VARIETY else {}
+    head = create_head(name, 16, 5, device="meta", standardize=True, **options).train()
+    features = torch.empty(8, 16, device="meta", requires_grad=True)
+    labels = torch.zeros(8, dtype=torch.int64, device="meta")
+    head.loss(features, labels, torch.nn.CrossEntropyLoss()).backward()
+    assert features.grad.shape == (8, 16)
+
+
+def test_mixing_asks_nothing_of_the_device():
+    recipe = plan.plan({})[0].recipe.changed({"mixup": 0.8, "cutmix": 1.0})
+    mix = DeviceMixing(recipe, 5, torch.device("meta"))
+    images, labels = torch.empty(8, 3, 4, 4, device="meta"), torch.zeros(8, dtype=torch.int64, device="meta")
+    assert mix(images, labels)[1].shape == (8, 5)
