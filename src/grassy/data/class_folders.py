@@ -150,7 +150,7 @@ def _open_tars(root: Path, tars: Iterable[Path], class_names: Sequence[str] | No
     for tar in tars:
         with open_regular(tar) as file:
             outer = [] if tar == root else [tar.stem]
-            for path, offset, size in _images_in(file, 0, os.path.getsize(tar), tar, 0):
+            for path, offset, size in _images_in(file, os.path.getsize(tar), tar):
                 # A class would be called "." if the paths in its tar begin with "./".
                 whole = PurePosixPath(*outer, *path)
                 if is_hidden(str(whole)):
@@ -167,10 +167,8 @@ def _open_tars(root: Path, tars: Iterable[Path], class_names: Sequence[str] | No
     return ClassReader([path for path, _, _ in found], [place for *_, place in found], labels, numbers)
 
 
-def _images_in(
-    file: IO[bytes], begin: int, size: int, tar: Path, within: int
-) -> Iterator[tuple[tuple[str, ...], int, int]]:
-    """Path (after those of the tars it is in), offset and size of each image of a tar, which is a part of a file.
+def _images_in(file: IO[bytes], size: int, tar: Path, within: int = 0) -> Iterator[tuple[tuple[str, ...], int, int]]:
+    """Path (after those of the tars it is in), offset and size of each image of a tar of so many bytes.
 
     A tar that is cut short, or a member that claims more than there is, raises a ValueError.
     """
@@ -178,50 +176,23 @@ def _images_in(
     if within > MOST_TARS_WITHIN:
         raise ValueError(f"{tar} holds tars in tars in tars")
     try:
-        with tarfile.open(fileobj=_Part(file, begin, size), mode="r:") as archive:  # type: ignore[call-overload]
+        with tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
                 suffix = os.path.splitext(member.path)[1].lower()
                 if not member.isfile() or suffix not in suffixes | {".tar"}:
                     continue
                 if member.sparse is not None or member.offset_data + member.size > size:
                     raise tarfile.ReadError(f"{member.path} is not all there")
-                offset = begin + member.offset_data
-                if suffix == ".tar":
-                    stem = str(PurePosixPath(member.path).with_suffix(""))
-                    for path, place, length in _images_in(file, offset, member.size, tar, within + 1):
-                        yield (PurePosixPath(stem).name, *path), place, length
-                else:
-                    yield (member.path,), offset, member.size
+                if suffix != ".tar":
+                    yield (member.path,), member.offset_data, member.size
+                    continue
+                inner = archive.extractfile(member)
+                assert inner is not None
+                for path, offset, length in _images_in(inner, member.size, tar, within + 1):
+                    yield (PurePosixPath(member.path).stem, *path), member.offset_data + offset, length
             end = archive.offset
     except (tarfile.TarError, OverflowError) as error:
         raise ValueError(f"{tar} is not a tar, or a damaged one: {error}") from None
-    file.seek(begin + end)
-    if end + BLOCK > size or file.read(BLOCK) != bytes(BLOCK):
-        raise ValueError(f"{tar} is not a tar, or a damaged one: nothing marks its end at byte {begin + end}")
-
-
-class _Part(io.RawIOBase):
-    """A part of a file as a file."""
-
-    def __init__(self, file: IO[bytes], begin: int, size: int) -> None:
-        self.file, self.begin, self.size, self.place = file, begin, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.place
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self.place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.size}[whence]
-        return self.place
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self.size - self.place)
-        self.file.seek(self.begin + min(self.place, self.size))
-        content = self.file.read(left if size < 0 else min(size, left))
-        self.place += len(content)
-        return content
+    file.seek(min(end, size))
+    if file.read(BLOCK) != bytes(BLOCK):
+        raise ValueError(f"{tar} is not a tar, or a damaged one: nothing marks its end at byte {end}")
