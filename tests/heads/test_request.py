@@ -99,6 +99,18 @@ def test_a_reentrant_checkpoint_inside_another_is_refused_and_one_that_is_not_wo
         grassy.classification_loss(model, x, y).backward()
 
 
+@both_kinds
+def test_the_backward_may_run_in_another_thread_as_it_does_on_a_gpu(reentrant):
+    model, (x, y) = Checkpointed(grassy.create_head("arcface", N, C)), batch()
+    expected = gradients(model, grassy.classification_loss(model, x, y))
+    model.reentrant = reentrant
+    model.zero_grad()
+    backward = threading.Thread(target=grassy.classification_loss(model, x, y).backward)
+    backward.start()
+    backward.join()
+    assert same([p.grad for p in model.parameters()], expected)
+
+
 def test_a_model_that_gives_the_target_to_its_head_itself_may_checkpoint_it():
     head, (_, y) = grassy.create_head("arcface", N, C), batch()
     features = torch.randn(B, N, requires_grad=True)
