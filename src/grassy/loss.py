@@ -95,9 +95,10 @@ def _classes_are_last(model: nn.Module, heads: list[Head], results: list[Tensor]
 
     They do not in a model without heads, on a map, and where the model has moved them: the last axis tells.
     """
-    if not heads or any(isinstance(module, HeadOnMap) for module in model.modules()):
+    if not heads or not all(logits.shape[-1:] == (heads[0].num_classes,) for logits in results):
         return False
-    return all(logits.shape[-1:] == (heads[0].num_classes,) for logits in results)
+    several_axes = any(logits.ndim > 2 for logits in results)
+    return not (several_axes and any(isinstance(module, HeadOnMap) for module in model.modules()))
 
 
 def _as_it_is(criterion: Criterion, logits: Tensor, target: Tensor) -> Tensor:
