@@ -13,7 +13,11 @@ from torch.nn import functional as F
 
 from grassy.heads import Criterion, Head, HeadOnMap, LossRequest
 from grassy.heads.base import with_classes_last
-from grassy.heads.request import delivered, keep_for_recomputation
+from grassy.heads.request import (
+    check_that_compiled_heads_are_not_recomputed,
+    delivered,
+    keep_for_recomputation,
+)
 from grassy.spelling import nearest
 
 
@@ -68,6 +72,7 @@ def classification_loss(
         losses = [apply(criterion, logits, target) for logits in results]
     loss = sum(losses[1:], start=losses[0]) / len(losses)
     if needing and not torch.compiler.is_compiling():
+        check_that_compiled_heads_are_not_recomputed(model, needing, loss)
         keep_for_recomputation(needing, request, loss)
     return loss
 

@@ -68,6 +68,37 @@ def keep_for_recomputation(heads: Iterable[nn.Module], request: LossRequest, los
     loss.grad_fn.register_prehook(lambda _: request.backwards.add(torch._C._current_graph_task_id()))
 
 
+def check_that_compiled_heads_are_not_recomputed(model: nn.Module, heads: Iterable[nn.Module], loss: Tensor) -> None:
+    """Raise a ValueError for a compiled head inside a reentrant checkpoint.
+
+    Compiled code cannot ask whether it runs in a backward. Such a checkpoint hides the parameters of the head from the
+    graph of the loss, by which it is found.
+    """
+    compiled = [m for m in model.modules() if "_orig_mod" in m._modules or m._compiled_call_impl is not None]
+    inside = {id(module) for each in compiled for module in each.modules()}
+    for head in heads:
+        trained = {id(p) for p in head.parameters() if p.requires_grad}
+        if id(head) in inside and trained and loss.grad_fn is not None and not _reaches(loss.grad_fn, trained):
+            raise ValueError(
+                f"{type(head).__name__} is compiled inside a reentrant checkpoint, which would lose its target: "
+                "compile the whole model instead, or leave the head out of the checkpoint"
+            )
+
+
+def _reaches(node: Any, parameters: set[int]) -> bool:
+    """Whether the graph below a node leads to one of the parameters, given by their ids."""
+    stack, seen = [node], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in parameters:
+            return True
+        stack.extend(following for following, _ in node.next_functions)
+    return False
+
+
 def recomputed(head: nn.Module) -> LossRequest | None:
     """The request that a forward inside a backward pass repeats; None outside of one, or if there was no request."""
     backward = torch._C._current_graph_task_id()
