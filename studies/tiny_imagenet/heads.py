@@ -1,6 +1,6 @@
 """The heads of the study that grassy does not have: those of its arms, and those of the paper's open problems.
 
-Importing this module registers them, so that recipes can name them. Shapes: B batch, C classes, K subspace dimension,
+`register` lets recipes name them. Shapes: B batch, C classes, K subspace dimension,
 N feature dimension.
 """
 
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grassy.criteria import of_tokens
 from grassy.heads import HEADS, CosineHead, GrassmannHead, Head, LinearHead
-from grassy.heads.base import Criterion, init_like_linear, linear, number, positive
+from grassy.heads.base import Criterion, init_like_linear, linear, number, positive, with_classes_last
 from grassy.kernels import unit
 from grassy.optim.joint import MANIFOLD, JointOptimizer
 from grassy.precision import without_autocast
@@ -59,7 +58,7 @@ class DecayedCosineHead(CosineHead):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, num_classes, scale, standardize=standardize, device=device, dtype=dtype)
+        super().__init__(in_features, num_classes, scale=scale, standardize=standardize, device=device, dtype=dtype)
         self.decay = _decay(decay)
 
 
@@ -82,7 +81,7 @@ class SignedHead(GrassmannHead):
         dtype: torch.dtype | None = None,
     ) -> None:
         options: dict[str, Any] = {"standardize": standardize, "device": device, "dtype": dtype}
-        super().__init__(in_features, num_classes, 1, gamma, normalize, **options)
+        super().__init__(in_features, num_classes, k=1, gamma=gamma, normalize=normalize, **options)
 
     def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
         return self.gamma * linear(unit(features) if self.normalize else features, self.weight[:, 0])
@@ -117,7 +116,7 @@ class VarietyHead(GrassmannHead):
         dtype: torch.dtype | None = None,
     ) -> None:
         options: dict[str, Any] = {"standardize": standardize, "device": device, "dtype": dtype}
-        super().__init__(in_features, num_classes, k, gamma, normalize, **options)
+        super().__init__(in_features, num_classes, k=k, gamma=gamma, normalize=normalize, **options)
         self.used, self.contrast, self.temperature = float(used), float(contrast), positive("temperature", temperature)
         self.register_buffer("second_moment", torch.zeros(num_classes, k, k, device=device), persistent=False)
         self.register_buffer("recent", torch.zeros(num_classes, self.RECENT, k, device=device), persistent=False)
@@ -125,7 +124,7 @@ class VarietyHead(GrassmannHead):
 
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
         features = self.prepare(features, target, criterion)
-        loss = of_tokens(criterion, self.logits(features, target), target)
+        loss = with_classes_last(criterion, self.logits(features, target), target)
         with without_autocast(features):
             own = torch.einsum("bkn,bn->bk", self.weight.detach()[target], features.float())
             u = F.normalize(own, dim=-1)
@@ -178,7 +177,7 @@ class MeanSubspaceHead(GrassmannHead):
         dtype: torch.dtype | None = None,
     ) -> None:
         options: dict[str, Any] = {"standardize": standardize, "device": device, "dtype": dtype}
-        super().__init__(in_features, num_classes, k, gamma, normalize, **options)
+        super().__init__(in_features, num_classes, k=k, gamma=gamma, normalize=normalize, **options)
         self.beta = positive("beta", beta)
         self.mean = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(num_classes, device=device, dtype=dtype))
@@ -194,15 +193,18 @@ class MeanSubspaceHead(GrassmannHead):
         return self.beta * linear(z, self.mean).float() + self.bias + self.gamma * length
 
 
-HEADS.update(
-    {
-        SOFTMAX: SoftmaxHead,
-        COSINE: DecayedCosineHead,
-        SIGNED: SignedHead,
-        VARIETY: VarietyHead,
-        MEAN: MeanSubspaceHead,
-    }
-)
+OWN_HEADS = {
+    SOFTMAX: SoftmaxHead,
+    COSINE: DecayedCosineHead,
+    SIGNED: SignedHead,
+    VARIETY: VarietyHead,
+    MEAN: MeanSubspaceHead,
+}
+
+
+def register() -> None:
+    """Let recipes name the heads of the study."""
+    HEADS.update(OWN_HEADS)
 
 
 def _decay(value: float | None) -> float | None:

@@ -520,6 +520,7 @@ def plan(lines: Lines, overrides: Mapping[str, Any] | None = None) -> list[Entry
 
     overrides: changes of every recipe, for a study on small stand-ins.
     """
+    own_heads.register()
     overrides = overrides or {}
     own_trials = trials(overrides)
     again = {arm: reruns(arm, each, lines, overrides) for arm, each in own_trials.items()}

@@ -28,7 +28,7 @@ from grassy.distributed.processes import find_device
 from grassy.runs import records
 from grassy.runs.recipe import Recipe
 from grassy.runs.weights import LAST
-from grassy.train import parts
+from grassy.train import opening
 from grassy.train.loop import TrainingStopped, train
 from studies.cifar100.measure import View
 from studies.cifar100.run import append, heads_outside_of_compiled_code
@@ -112,7 +112,7 @@ def as_the_study_trains(device: torch.device) -> Iterator[None]:
     Heads stay outside of compiled code, so that all runs share the network; classifiers may have a decay of their own;
     images are mixed on the device, so that such updates are captured in a CUDA graph, too; and there are no curves.
     """
-    build_optimizer, can_be_captured = parts.build_optimizer, parts.Parts._can_be_captured
+    build_optimizer, can_be_captured = opening.build_optimizer, opening.can_be_captured
 
     def with_classifier_decay(recipe: Recipe, model: torch.nn.Module, *options: Any) -> Any:
         return set_classifier_decay(build_optimizer(recipe, model, *options), model)
@@ -120,19 +120,15 @@ def as_the_study_trains(device: torch.device) -> Iterator[None]:
     def mixing(recipe: Recipe, num_classes: int) -> DeviceMixing | None:
         return DeviceMixing(recipe, num_classes, device) if recipe.mixes else None
 
-    def although_it_mixes(run: parts.Parts) -> bool:
-        own, run.recipe = run.recipe, run.recipe.changed({"mixup": 0.0, "cutmix": 0.0})
-        try:
-            return can_be_captured(run)
-        finally:
-            run.recipe = own
+    def although_it_mixes(recipe: Recipe, *rest: Any) -> bool:
+        return can_be_captured(recipe.changed({"mixup": 0.0, "cutmix": 0.0}), *rest)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(heads_outside_of_compiled_code())
         for place, name, value in (
-            (parts, "build_optimizer", with_classifier_decay),
-            (parts, "build_mixing", mixing),
-            (parts.Parts, "_can_be_captured", although_it_mixes),
+            (opening, "build_optimizer", with_classifier_decay),
+            (opening, "build_mixing", mixing),
+            (opening, "can_be_captured", although_it_mixes),
             (records, "Curves", NoCurves),
         ):
             stack.callback(setattr, place, name, getattr(place, name))
