@@ -11,7 +11,6 @@ a GPU that of torch's allocations.
 
 import argparse
 import json
-import platform
 import resource
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 import grassy
+from benchmarks.transfer_features import cpu_name, save
 from grassy import analysis, geometry
 
 MEASURES: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {
@@ -159,23 +159,12 @@ def main() -> None:
         "scipy": scipy.__version__,
         "grassy": grassy.__version__,
         "device": args.device if args.device == "cpu" else torch.cuda.get_device_name(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "angles": angles,
         "features": features,
     }
-    output = args.output or Path(f"runs/bench/analysis_{args.device.split(':')[0]}.json")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"Saved {output}")
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
+    save(result, args.output or Path(f"runs/bench/analysis_{args.device.split(':')[0]}.json"))
 
 
 if __name__ == "__main__":

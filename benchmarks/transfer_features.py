@@ -1,4 +1,4 @@
-"""Features for the benchmarks of `grassy.transfer`, and a description of the machine.
+"""What the benchmarks of `grassy.transfer` share: features, options, measuring, and a description of the machine.
 
 A world of classes that come in families: a class is a Gaussian in 48 dimensions around a mean near that of its family,
 seen through a fixed nonlinear map into 256. A small network learns 50 classes of it; its penultimate activations, after
@@ -6,6 +6,8 @@ a ReLU, on classes that it has never seen are the features. A few directions hol
 empty, and classes of one family overlap: what makes the problems of a linear SVM on real features hard.
 """
 
+import argparse
+import json
 import os
 import platform
 import time
@@ -69,16 +71,19 @@ def make_features(samples: int, test: int, width: int, classes: int, device: str
     return Features(*features(samples), *features(test))
 
 
-def machine(device: str) -> dict[str, object]:
-    """Hardware, versions and date, for a results file."""
+def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
-        cpu = platform.processor()
+        return platform.processor()
+
+
+def machine(device: str) -> dict[str, object]:
+    """Hardware, versions and date, for a results file."""
     return {
         "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if device == "cuda" else cpu,
+        "device": torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],  # on a busy machine threads of torch wait for each other
@@ -97,3 +102,39 @@ def timed(run: Callable[[], Any], device: str) -> tuple[float, Any]:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start, result
+
+
+def timed_with_memory(run: Callable[[], Any], data: Features, device: str) -> tuple[dict[str, Any], Any]:
+    """Seconds, and the memory that the work takes beyond the features of a GPU; and what came of it."""
+    size = data.train.numel() * data.train.element_size()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    seconds, result = timed(run, device)
+    facts: dict[str, Any] = {"seconds": seconds, "features_bytes": size}
+    if device == "cuda":
+        facts["extra_bytes_over_features"] = (torch.cuda.max_memory_allocated() - before) / size
+    return facts, result
+
+
+def make_parser(about: str | None, search: str, large: str) -> argparse.ArgumentParser:
+    """The options of a benchmark of a search; `large` says what is done in its place with --large."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--samples", type=int, default=5000)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--classes", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, help="of torch; scikit-learn takes all cores")
+    parser.add_argument("--no-sklearn", action="store_true", help=f"only time {search}")
+    parser.add_argument("--large", action="store_true", help=f"{large} instead")
+    parser.add_argument("--output", type=Path)
+    return parser
+
+
+def save(result: dict[str, Any], output: Path) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"Saved {output}")

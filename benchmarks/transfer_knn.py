@@ -8,7 +8,6 @@ scikit-learn gets one search for 49 neighbours a fold, as a careful user would w
 `grassy`: GridSearchCV with KNeighborsClassifier would search anew for each K.
 """
 
-import argparse
 import json
 import statistics
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.transfer_features import Features, machine, make_features, timed
+from benchmarks.transfer_features import Features, machine, make_features, make_parser, save, timed, timed_with_memory
 from grassy.transfer import KNN, search_knn
 from grassy.transfer.solvers.folds import stratified_folds
 from grassy.transfer.solvers.knn import vote
@@ -71,39 +70,18 @@ def speed(data: Features, device: str, rounds: int, sklearn: bool) -> dict[str, 
 def large(samples: int, queries: int, width: int, classes: int, device: str) -> dict[str, Any]:
     """One prediction, and the memory it takes beyond the features."""
     data = make_features(samples, queries, width, classes, device)
-    size = data.train.numel() * data.train.element_size()
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    seconds, accuracy = timed(lambda: KNN(49).fit(data.train, data.labels).score(data.test, data.test_labels), device)
-    result = {
-        "samples": samples,
-        "queries": queries,
-        "width": width,
-        "classes": classes,
-        "seconds": seconds,
-        "accuracy": accuracy,
-        "features_bytes": size,
-    }
-    if device == "cuda":
-        result["extra_bytes_over_features"] = (torch.cuda.max_memory_allocated() - before) / size
+    knn = KNN(49)
+    facts, accuracy = timed_with_memory(
+        lambda: knn.fit(data.train, data.labels).score(data.test, data.test_labels), data, device
+    )
+    shape = {"samples": samples, "queries": queries, "width": width, "classes": classes}
+    result = {**shape, "accuracy": accuracy, **facts}
     print(json.dumps(result))
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--samples", type=int, default=5000)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--classes", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, help="of torch; scikit-learn takes all cores")
-    parser.add_argument("--no-sklearn", action="store_true", help="only time search_knn")
-    parser.add_argument("--large", action="store_true", help="10,000 queries among 1,000,000 x 2,048 instead")
-    parser.add_argument("--output", type=Path)
+    parser = make_parser(__doc__, "search_knn", "10,000 queries among 1,000,000 x 2,048")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -119,10 +97,7 @@ def main() -> None:
 
             result["scikit-learn"] = sklearn.__version__
     name = "transfer_knn_large" if args.large else "transfer_knn"
-    output = args.output or Path(f"runs/bench/{name}_{args.device}.json")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"Saved {output}")
+    save(result, args.output or Path(f"runs/bench/{name}_{args.device}.json"))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ contestant found, LinearSVC with tol=1e-6 among them, and how many of 2,000 test
 With --sklearn-limit, GridSearchCV is stopped after so many seconds; the ratio is then a lower bound.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -25,9 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.transfer_features import Features, machine, make_features, timed
+from benchmarks.transfer_features import Features, machine, make_features, make_parser, save, timed, timed_with_memory
 from grassy.transfer import LinearSVM, search_svm
-from grassy.transfer.solvers.scaling import mean_norm
+from grassy.transfer.solvers.folds import mean_norm
 
 CS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 20)
 
@@ -152,42 +151,19 @@ def digits() -> Features:
 def large(samples: int, width: int, classes: int, device: str) -> dict[str, Any]:
     """One fit, and the memory it takes beyond the features."""
     data = make_features(samples, 10_000, width, classes, device)
-    size = data.train.numel() * data.train.element_size()
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    seconds, model = timed(lambda: LinearSVM(1.0, normalize=True).fit(data.train, data.labels), device)
-    result = {
-        "samples": samples,
-        "width": width,
-        "classes": classes,
-        "seconds": seconds,
-        "certified_gap": float(model.gap_.max()),
-        "newton_steps": model.n_iter_,
-        "test_accuracy": model.score(data.test, data.test_labels),
-        "features_bytes": size,
-    }
-    if device == "cuda":
-        result["extra_bytes_over_features"] = (torch.cuda.max_memory_allocated() - before) / size
+    svm = LinearSVM(1.0, normalize=True)
+    facts, model = timed_with_memory(lambda: svm.fit(data.train, data.labels), data, device)
+    found = {"certified_gap": float(model.gap_.max()), "newton_steps": model.n_iter_}
+    found["test_accuracy"] = model.score(data.test, data.test_labels)
+    result = {"samples": samples, "width": width, "classes": classes, **found, **facts}
     print(json.dumps(result))
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--samples", type=int, default=5000)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--classes", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, help="of torch; scikit-learn takes all cores")
-    parser.add_argument("--no-sklearn", action="store_true", help="only time search_svm")
+    parser = make_parser(__doc__, "search_svm", "one fit of 1,000,000 x 2,048 features")
     parser.add_argument("--sklearn-limit", type=float, metavar="SECONDS", help="stop GridSearchCV after this time")
     parser.add_argument("--no-quality", action="store_true", help="do not compare solutions, only times")
-    parser.add_argument("--large", action="store_true", help="one fit of 1,000,000 x 2,048 features instead")
-    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -206,10 +182,7 @@ def main() -> None:
             sets = {} if args.no_quality else {"network": data, "digits": digits()}
             result["quality"] = [quality(name, one, C) for name, one in sets.items() for C in (0.1, 1, 20)]
     name = "transfer_svm_large" if args.large else "transfer_svm"
-    output = args.output or Path(f"runs/bench/{name}_{args.device}.json")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"Saved {output}")
+    save(result, args.output or Path(f"runs/bench/{name}_{args.device}.json"))
 
 
 if __name__ == "__main__":
