@@ -5,6 +5,7 @@ import os
 import shutil
 import tarfile
 import time
+import zipfile
 
 import numpy as np
 import pytest
@@ -179,6 +180,32 @@ def test_arrays_without_pixels_are_refused(tmp_path):
     np.savez(tmp_path / "train.npz", x=np.zeros((3, 0, 0, 3), np.uint8), y=np.zeros(3, int))
     with pytest.raises(ValueError, match=r"train\.npz: images must be uint8 of shape"):
         open_images("", tmp_path, "train")
+
+
+def test_an_array_that_claims_terabytes_is_refused(tmp_path):
+    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999, 32, 32, 3), }"
+    header = header.ljust(117) + b"\n"
+    with zipfile.ZipFile(tmp_path / "train.npz", "w") as archive:
+        archive.writestr("x.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    with pytest.raises(ValueError, match=r"train\.npz cannot be read as \.npz"):
+        open_images("", tmp_path, "train")
+
+
+@settings(max_examples=150, deadline=3000, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=6), st.floats(0.5, 1))
+def test_arrays_with_any_bytes_changed_are_read_or_refused(tmp_path_factory, changes, cut):
+    path = tmp_path_factory.mktemp("damaged") / "train.npz"
+    names = np.array(["a", "b"])
+    np.savez_compressed(path, x=np.zeros((4, 2, 2, 3), np.uint8), y=np.arange(4) % 2, classes=names)
+    content = bytearray(path.read_bytes())
+    for place, value in changes:
+        content[int(place * len(content))] = value
+    path.write_bytes(content[: int(cut * len(content))])
+    try:
+        images = open_images("", path.parent, "train")
+    except ValueError:
+        return
+    assert images.load(0)[0].mode == "RGB"
 
 
 @pytest.mark.parametrize("name", ["train.tar", "train.npz"])
