@@ -1,5 +1,6 @@
 """The data sets of the paper's transfer tables by name, with their splits and metrics, and sets of one's own."""
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -152,11 +153,15 @@ def _images(dataset: Any, name: str) -> Images:
 class FileImages(ReaderImages):
     """A data set of torchvision that reads files: their names are known, and so are the labels."""
 
+    @functools.cached_property
+    def _known_labels(self) -> np.ndarray | None:
+        return self.labels()
+
     def load(self, index: int) -> tuple[Any, int]:
-        labels, file = self.labels(), self.name(index)
-        if labels is None or not os.path.exists(file):
+        file = self.name(index)
+        if self._known_labels is None or not os.path.exists(file):
             return super().load(index)
-        return read_rgb(file), int(labels[index])
+        return read_rgb(file), int(self._known_labels[index])  # torchvision would open any format that Pillow knows
 
     def name(self, index: int) -> str:
         files = next((v for k, v in vars(self.dataset).items() if k in ("_image_files", "_images")), None)
