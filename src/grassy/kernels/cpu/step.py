@@ -1,7 +1,7 @@
 """The step on a CPU in C++ (step.cpp), for float32: two to four times as fast as plain torch.
 
-Optional: it is compiled at first use, if there is a compiler, into the user's cache folder ($GRASSY_CACHE, or
-~/.cache/grassy). Without one, `supports` says so.
+Optional: it is compiled at first use, if there is a compiler, and kept (compile_cache.py). Without one, `supports`
+says so.
 """
 
 import ctypes
@@ -11,12 +11,12 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from grassy.kernels import compile_cache
 from grassy.kernels.options import StepOptions
 
 __all__ = ["WORTH_COMPILING_FOR", "geodesic_step", "supports", "unavailable"]
@@ -91,14 +91,10 @@ def _library() -> tuple[ctypes.CDLL | None, str | None]:
         # -march=native: a library compiled on one machine may not run on another that shares the folder.
         parts = [SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), _cpu()]
         key = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
-        folder = Path(os.environ.get("GRASSY_CACHE") or Path.home() / ".cache" / "grassy")
-        library = folder / f"step-{key}.so"
+        library = compile_cache.folder() / f"step-{key}.so"
         if not library.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as temporary:
-                built = Path(temporary) / "step.so"
+            with compile_cache.written_whole(library.name) as built:
                 subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(built)], capture_output=True, check=True)
-                built.replace(library)  # whole or not at all, also if two processes do this at once
         functions = ctypes.CDLL(str(library))
         functions.scratch_size.restype = ctypes.c_long
         return functions, None

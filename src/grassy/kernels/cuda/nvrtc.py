@@ -1,7 +1,7 @@
 """CUDA C++ at run time: compiled by NVRTC, which comes with torch for GPUs, and launched through the driver.
 
-No compiler, no headers and no build step are needed. What has been compiled is kept in the user's cache folder
-($GRASSY_CACHE, or ~/.cache/grassy), so that it takes its seconds once.
+No compiler, no headers and no build step are needed. What has been compiled is kept (compile_cache.py), so that it
+takes its seconds once.
 """
 
 import contextlib
@@ -9,14 +9,14 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from grassy.kernels import compile_cache
 
 
 class Kernel:
@@ -108,20 +108,12 @@ def compile_kernels(
     text = "\n".join([source, *options, f"{version[0].value}.{version[1].value}"])
     file = f"{names[0]}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.cubin"
     with contextlib.suppress(OSError, RuntimeError):  # none yet, or one that cannot be read or loaded
-        return load((_folder() / file).read_bytes(), names)
+        return load((compile_cache.folder() / file).read_bytes(), names)
     binary = _compiled(library, source, options)
-    with contextlib.suppress(OSError, RuntimeError):  # a folder that cannot be written to costs only time
-        folder, place = _folder(), _folder() / file
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            (Path(temporary) / "kernel").write_bytes(binary)
-            (Path(temporary) / "kernel").replace(place)  # whole or not at all, also if two processes do this at once
+    # A folder that cannot be written to costs only time.
+    with contextlib.suppress(OSError, RuntimeError), compile_cache.written_whole(file) as path:
+        path.write_bytes(binary)
     return load(binary, names)
-
-
-def _folder() -> Path:
-    """RuntimeError if there is neither $GRASSY_CACHE nor a home."""
-    return Path(os.environ.get("GRASSY_CACHE") or Path.home() / ".cache" / "grassy")
 
 
 def _compiled(library: ctypes.CDLL, source: str, options: list[str]) -> bytes:
