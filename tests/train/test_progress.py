@@ -72,6 +72,7 @@ def test_a_checkpoint_after_every_update_does_not_change_the_speed(tmp_path, cap
     assert set(re.findall(r"([\d,]+) images/s", capsys.readouterr().err)) == {"4"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stderr", ["full", "closed", "gone", "terminal"])
 def test_a_run_goes_on_when_nobody_can_be_told_of_it(tmp_path, stderr):
     """A full disk behind stderr, no stderr at all, a pipe whose reader has left, a terminal that was closed."""

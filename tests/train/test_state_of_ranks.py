@@ -19,6 +19,8 @@ from grassy.train.model import build_model
 from grassy.train.training_step import seed_everything
 from training_cases import tiny_arrays, tiny_recipe
 
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
 #: A network with batch statistics.
 RESNET = {"model": "resnet18_cifar", "model_kwargs": {"channels": [4, 4, 4, 4]}, "crop": "none", "hflip": 0.0}
 

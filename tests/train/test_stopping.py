@@ -42,6 +42,7 @@ def children(process):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_that_reaches_the_workers_first_stops_and_saves_the_run(tmp_path, running, number):
     """Slurm, systemd and Kubernetes send it to every process, in any order."""
@@ -59,6 +60,7 @@ def test_a_signal_that_reaches_the_workers_first_stops_and_saves_the_run(tmp_pat
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_ends_the_run_with_one_sentence_and_the_checkpoint_stays(tmp_path, running):
     while not (tmp_path / "run" / STATE).exists():
         assert "epoch" in running.stderr.readline()
