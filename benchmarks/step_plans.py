@@ -6,6 +6,7 @@ classes x k x n with k up to 16, and prints the quickest. Half a minute for a sh
 """
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,10 +40,11 @@ def candidates(k: int, n: int, capability: tuple[int, int]) -> Iterator[Plan]:
     near = (own.cluster // 2, own.cluster, 2 * own.cluster)
     clusters = [size for size in near if size in (1, 2, 4, 8) and (size == 1 or capability >= (9, 0))]
     warps_of = {8: (2, 4, 8), 16: (4, 8)}[own.rows]
-    for cluster in clusters:
+    # Of small classes two are taken together, or each by itself.
+    for cluster, classes in itertools.product(clusters, {own.classes, 1}):
         columns = 32 * -(-n // (32 * cluster))
         for warps in warps_of:
-            one = own._replace(cluster=cluster, columns=columns, warps=warps, blocks=1)
+            one = own._replace(cluster=cluster, columns=columns, warps=warps, blocks=1, classes=classes)
             if one.shared_bytes > limit:
                 continue
             by_memory = (limit + 1024) // (one.shared_bytes + 1024)

@@ -7,6 +7,7 @@ import torch
 import yaml
 
 from grassy.cli import main
+from grassy.runs.folder import check_same_run
 from grassy.runs.recipe import Recipe, load_recipe
 
 
@@ -177,6 +178,13 @@ def test_the_direction_of_older_recipes_loads_unless_it_is_spectral(write):
     assert "direction" not in recipe.to_dict()
     with pytest.raises(ValueError, match="direction must be 'gradient', since spectral steps were removed"):
         load_recipe(write("base: digits-grassmann\ndirection: spectral"))
+
+
+def test_a_run_with_spectral_steps_is_not_resumed_without_them(tmp_path):
+    recipe = load_recipe("digits-grassmann")
+    check_same_run({"recipe": {"direction": "gradient"}}, recipe, 1, None, None, tmp_path)
+    with pytest.raises(ValueError, match="belongs to a run with direction=spectral, not gradient"):
+        check_same_run({"recipe": {"direction": "spectral"}}, recipe, 1, None, None, tmp_path)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
