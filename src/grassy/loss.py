@@ -16,6 +16,7 @@ from grassy.heads.base import with_classes_last
 from grassy.heads.request import (
     check_that_compiled_heads_are_not_recomputed,
     delivered,
+    is_compiled,
     keep_for_recomputation,
 )
 from grassy.spelling import nearest
@@ -58,7 +59,8 @@ def classification_loss(
             f"{type(needing[0]).__name__} needs the target, which nn.DataParallel does not divide among its devices: "
             "use DistributedDataParallel"
         )
-    with delivered([head.inbox for head in heads], request):
+    compiled = not torch.compiler.is_compiling() and any(is_compiled(module) for module in model.modules())
+    with delivered([head.inbox for head in heads], request, take_turns=compiled):
         if isinstance(inputs, Mapping):  # labels among them would make a Hugging Face model compute its own loss
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
         else:

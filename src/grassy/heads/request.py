@@ -8,7 +8,7 @@ passes the request is wanted again, and a head that is called inside one of them
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,10 +30,28 @@ class LossRequest:
     backwards: set[int] = field(default_factory=set)
 
 
-class Inbox(threading.local):
-    """Holds the request of this thread. A copy, by deepcopy or pickle, is empty."""
+class Inbox:
+    """Holds the request of each thread. A copy, by deepcopy or pickle, is empty.
 
-    request: LossRequest | None = None
+    Compiled code cannot read storage of a thread in every version of torch: it finds the latest request of all threads,
+    so that threads which share a compiled model take turns (`delivered`).
+    """
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+        self._latest: LossRequest | None = None
+        self.turn = threading.RLock()
+
+    @property
+    def request(self) -> LossRequest | None:
+        if torch.compiler.is_compiling():
+            return self._latest
+        return getattr(self._of_thread, "request", None)
+
+    def put(self, request: LossRequest | None) -> None:
+        self._latest = request
+        if not torch.compiler.is_compiling():
+            self._of_thread.request = request
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Inbox, ()
@@ -45,16 +63,28 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def delivered(inboxes: Iterable[Inbox], request: LossRequest) -> Iterator[None]:
-    """Within this, and in this thread, the request lies in the inboxes."""
+def delivered(inboxes: Iterable[Inbox], request: LossRequest, take_turns: bool = False) -> Iterator[None]:
+    """Within this, and in this thread, the request lies in the inboxes.
+
+    take_turns: other threads that deliver to the same inboxes wait, as compiled code needs it.
+    """
     before = [(inbox, inbox.request) for inbox in inboxes]
-    for inbox, _ in before:
-        inbox.request = request
-    try:
-        yield
-    finally:
-        for inbox, earlier in before:
-            inbox.request = earlier
+    with ExitStack() as turns:
+        if take_turns:
+            for inbox, _ in before:
+                turns.enter_context(inbox.turn)
+        for inbox, _ in before:
+            inbox.put(request)
+        try:
+            yield
+        finally:
+            for inbox, earlier in before:
+                inbox.put(earlier)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` or `module.compile()` was applied to the module itself."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def keep_for_recomputation(heads: Iterable[nn.Module], request: LossRequest, loss: Tensor) -> None:
@@ -74,7 +104,7 @@ def check_that_compiled_heads_are_not_recomputed(model: nn.Module, heads: Iterab
     Compiled code cannot ask whether it runs in a backward. Such a checkpoint hides the parameters of the head from the
     graph of the loss, by which it is found.
     """
-    compiled = [m for m in model.modules() if "_orig_mod" in m._modules or m._compiled_call_impl is not None]
+    compiled = [module for module in model.modules() if is_compiled(module)]
     inside = {id(module) for each in compiled for module in each.modules()}
     for head in heads:
         trained = {id(p) for p in head.parameters() if p.requires_grad}
