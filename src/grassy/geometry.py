@@ -30,17 +30,17 @@ def _in_full_precision(function: Callable[..., Tensor]) -> Callable[..., Tensor]
 
     @functools.wraps(function)
     def wrapped(*args, **kwargs):  # type: ignore[no-untyped-def]
-        points = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
-        for point in points:
-            if not point.is_floating_point():
-                raise TypeError(f"{function.__name__}: subspaces must be floating point tensors, got {point.dtype}")
-        dtype = functools.reduce(torch.promote_types, [point.dtype for point in points])
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if not tensors[0].is_floating_point():
+            raise TypeError(f"{function.__name__}: subspaces must be floating point tensors, got {tensors[0].dtype}")
+        # A time t may be a tensor, too, of any dtype: like a number, it does not count.
+        dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors if tensor.ndim > 1])
         exact = torch.promote_types(dtype, torch.float32)
 
         def cast(value: Any) -> Any:
-            return value.to(exact) if isinstance(value, Tensor) and value.ndim else value
+            return value.to(exact) if isinstance(value, Tensor) else value
 
-        with exact_products(points[0]):
+        with exact_products(tensors[0]):
             args, kwargs = tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
             return function(*args, **kwargs).to(dtype)
 

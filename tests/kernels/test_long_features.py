@@ -25,6 +25,19 @@ def test_logits_and_loss_do_not_depend_on_the_length_of_features(length, impl):
         torch.testing.assert_close(length * found.grad, length * exact.grad.float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_the_default_dtype_does_not_shorten_long_features(dtype):
+    w, x = g.random_subspace(3, 2, 8), torch.randn(5, 8)
+    expected = kernels.subspace_logits(x, w)
+    torch.set_default_dtype(dtype)
+    try:
+        found = kernels.subspace_logits(1e20 * x, w)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_features_that_are_not_finite_have_no_finite_logits():
     w = g.random_subspace(3, 2, 8)
     for bad in (float("nan"), float("inf")):

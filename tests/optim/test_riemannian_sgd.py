@@ -423,3 +423,20 @@ def test_an_unknown_implementation_is_refused():
         kernels.geodesic_step(w, w, None, 0.1, impl="fortran")
     with pytest.raises(ValueError, match="one shape"):
         kernels.geodesic_step(w, w[:1], None, 0.1)
+
+
+def test_options_after_those_of_the_paper_are_given_by_name():
+    with pytest.raises(TypeError, match="positional"):
+        grassy.RiemannianSGD([torch.zeros(1, 1, 2)], 0.1, 0.9, "geodesic", "projection", None, False, True)
+
+
+def test_an_enormous_rate_is_capped_and_not_an_overflow():
+    weight = g.random_subspace(2, 3, 8)
+    moved = weight.clone()
+    counts = kernels.geodesic_step(moved, torch.randn_like(weight), None, 1e30, impl="reference")
+    assert int(counts.capped) == 2
+    assert g.orthonormality_error(moved) < 1e-6
+    still = weight.clone()
+    counts = kernels.geodesic_step(still, torch.randn_like(weight), None, 1e200, impl="reference")
+    assert int(counts.skipped) == 2  # infinite in float32
+    assert torch.equal(still, weight)

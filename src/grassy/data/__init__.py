@@ -1,0 +1,1 @@
+"""Labelled images, from wherever they lie to batches on the device."""

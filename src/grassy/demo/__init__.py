@@ -1,0 +1,1 @@
+"""`grassy demo`: linear and Grassmann heads on handwritten digits."""

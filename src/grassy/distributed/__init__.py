@@ -1,0 +1,1 @@
+"""One process of a run, or one of many."""

@@ -5,6 +5,7 @@ takes the first in the order of preference that has nothing to say; a name gets 
 implementation hands its work to another one.
 """
 
+import math
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
@@ -144,12 +145,16 @@ def _launches(heads: Sequence[Head], options: StepOptions, impl: str) -> list[tu
 
 
 def _for_device(value: float | Tensor, name: str, weight: Tensor) -> float | Tensor:
-    """A float, or a tensor () where the weight is: a kernel cannot read one on the host, and copying it would wait."""
-    if not isinstance(value, Tensor):
-        return float(value)
-    if value.numel() != 1:
+    """A float, or a tensor () where the weight is: a kernel cannot read one on the host, and copying it would wait.
+
+    A number beyond the weight's precision becomes infinite, and a rate that is not finite moves nothing.
+    """
+    if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
-    return float(value) if value.device.type == "cpu" else value.detach().reshape(())
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value.detach().reshape(())
+    number = float(value)
+    return number if abs(number) <= torch.finfo(weight.dtype).max else math.copysign(math.inf, number)
 
 
 # --- the head -----------------------------------------------------------------------------------------------------

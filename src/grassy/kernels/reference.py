@@ -43,7 +43,8 @@ def scale_of_long_vectors(x: Tensor) -> Tensor:
     of squares might overflow, and the length of the vector with it.
     """
     largest = torch.linalg.vector_norm(x.detach(), ord=math.inf, dim=-1, keepdim=True)
-    return torch.where(largest > 2.0**50, 2.0**-100, 1.0).to(x.dtype)
+    # Not of two Python numbers: those would have torch's default dtype, in which 2^-100 may be 0.
+    return torch.where(largest > 2.0**50, torch.full_like(largest, 2.0**-100), 1)
 
 
 def autocasts(x: Tensor) -> bool:
@@ -137,7 +138,7 @@ def _step(
         polar = torch.where(energy > 0, 1.5 * eye - 0.5 * gram, eye)
         new_m = h if options.transport == "projection" else torch.bmm(p, h).baddbmm_(tau * (a @ sinc), w)
         new_w = torch.bmm(polar @ p, w, out=out).baddbmm_(polar @ q, h)
-        large = lr**2 * energy > 1
+        large = lr * (lr * energy) > 1
         if _any(large):  # for rotations of a radian and more, rounding in A is felt: look at the result itself
             new_w = torch.where(large, 1.5 * eye - 0.5 * (new_w @ new_w.mT), eye) @ new_w
     if _any(~finite):
@@ -167,7 +168,7 @@ def _tangent(
     h.baddbmm_(2 * overlap - overlap @ gram_w, w, alpha=-1)
     a = h @ h.mT
     length = _trace(a) + overlap.square().sum((-2, -1), keepdim=True)  # ‖B‖²
-    far = lr**2 * length > 1
+    far = lr * (lr * length) > 1  # lr² alone might overflow
     if _any(far):
         before = _trace(a)
         overlap = torch.where(far, h @ w.mT, 0)

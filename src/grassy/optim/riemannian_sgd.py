@@ -43,6 +43,7 @@ class RiemannianSGD(Optimizer):
         transport: str = "projection",
         max_angle: float | None = None,
         maximize: bool = False,
+        *,
         bfloat16_momentum: bool = False,
     ) -> None:
         defaults = {

@@ -1,1 +1,1 @@
-"""Training by recipes: what `grassy train`, `validate`, `predict` and `export` do."""
+"""What `grassy train` does: the loop, its update, schedule, checkpoints and reports."""
