@@ -124,6 +124,8 @@ def settings_table(study: Study) -> str:
         tuned = study.chosen.get(row)
         score = f"{study.lines[tuned.key]['top1']:.2f}" if tuned else f"as {VARIANTS[row].of}"
         command = f"`grassy train {job.base} {' '.join(words)}`".replace("=start", "=WEIGHTS_OF_SOFTMAX")
+        if job.changes.get("direction") == "spectral":
+            command += " (before spectral steps were removed)"
         rows.append([row, score, command])
     return table(["", "held-out top-1", "by hand, with --data-dir and --seed"], rows)
 
