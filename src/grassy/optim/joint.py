@@ -84,7 +84,14 @@ def make_optimizer(
             head_lr = lr if issubclass(optimizer_class, torch.optim.SGD) else 0.1
         maximize = base_options.get("maximize", False)
         riemannian = RiemannianSGD(
-            trainable, head_lr, head_momentum, retraction, transport, max_angle, maximize, bfloat16_momentum
+            trainable,
+            head_lr,
+            head_momentum,
+            retraction,
+            transport,
+            max_angle,
+            maximize,
+            bfloat16_momentum=bfloat16_momentum,
         )
     groups = _euclidean_groups(model, {id(p) for p in subspaces.values()}, lr, weight_decay, decay_all, layer_decay)
     euclidean = None
