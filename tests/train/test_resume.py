@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-import time
 
 import numpy as np
 import pytest
@@ -298,24 +297,3 @@ def test_killed_thirty_times_while_saving_it_always_finds_a_whole_checkpoint_and
     assert train_in_a_process_of_its_own(recipe, data, run, 10**12) == 0
     assert_same_weights(tmp_path / "whole", run)
     assert not list(run.glob(".writing-*"))
-
-
-def test_a_worker_that_outlives_a_killed_process_does_not_keep_its_folder(tmp_path):
-    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
-    first.claim()
-    with pytest.raises(ValueError, match="another process is training into"):
-        second.claim()
-    here, there = os.pipe()
-    child = os.fork()
-    if child == 0:  # a worker, which lives on for a while
-        os.write(there, b"!")
-        time.sleep(60)
-        os._exit(0)
-    os.read(here, 1)
-    try:
-        first.release()  # as the end of the process does
-        second.claim()
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        second.release()
