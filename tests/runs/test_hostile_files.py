@@ -17,13 +17,14 @@ from safetensors.torch import save_file
 import grassy
 from grassy.models import create_model
 from grassy.runs import schema
-from grassy.runs.recipe import Recipe, load_recipe
+from grassy.runs.recipe import Recipe, load_recipe, saved_recipe
 from grassy.runs.recipe_yaml import parse_yaml
 from grassy.runs.weights import Description, read_description, save_weights
 
 VIT = {"img_size": 8, "patch_size": 4, "depth": 1, "embed_dim": 16, "num_heads": 2}
 SOON = settings(max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+HUGE = 10**400  # beyond every float
+LEAVES = st.none() | st.booleans() | st.integers() | st.just(HUGE) | st.floats() | st.text(max_size=20)
 VALUES = st.recursive(
     LEAVES,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
@@ -96,6 +97,9 @@ def test_weights_are_fetched_only_if_the_user_says_so(write, checkpoint):
         load_recipe(path, ["model_kwargs={drop_rate: 0.1}"])
     assert load_recipe(path, ["model_kwargs.pretrained=true"]).model_kwargs == {"pretrained": True}
     assert load_recipe("resnet50d-linear", ["model_kwargs.pretrained=true"]).model_kwargs == {"pretrained": True}
+    assert load_recipe(path, fields={"model_kwargs": {"pretrained": True}}).model_kwargs == {"pretrained": True}
+    with pytest.raises(ValueError, match=r"give model_kwargs\.pretrained=true"):
+        load_recipe(path, fields={"model_kwargs": {"drop_rate": 0.1}})
     assert load_recipe(path, ["model_kwargs.pretrained=false"]).model_kwargs == {"pretrained": False}
     grassy.load(checkpoint(model_kwargs={**VIT, "pretrained": True}))  # it has its own: nothing is fetched
 
@@ -109,10 +113,13 @@ LAUGHS = "a0: &a0 [1]\n" + "".join(f"a{i + 1}: &a{i + 1} [{','.join([f'*a{i}'] *
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (LAUGHS, "more than 10,000 values"),
+        (LAUGHS, "its aliases stand for more than 10,000 values"),
         ("lr: &a [*a]", "an alias stands for what it is part of"),
         ("lr: 1\nlr: 2\n", "the key 'lr' comes twice"),
         ("head: {k: 1, k: 2}\n", "the key 'k' comes twice"),
+        ("head: {0: 1, 0: 2}\n", "the key 0 comes twice"),
+        ("head: {'': 1, '': 2}\n", "the key '' comes twice"),
+        ("a: &a {x: 1, x: 2}\nb: {<<: *a}\n", "the key 'x' comes twice"),
         ("head: " + "[" * 100 + "]" * 100, "nested more than 30 deep"),
         ("head: " + "[" * 100_000, "nested too deeply"),
         ("x" * 2**20 + "y", "more than 1,048,576 bytes"),
@@ -124,6 +131,14 @@ LAUGHS = "a0: &a0 [1]\n" + "".join(f"a{i + 1}: &a{i + 1} [{','.join([f'*a{i}'] *
         ("batch_size: 99999999999", "batch_size must be at most"),
         ("img_size: 100000", "img_size must be at most 4096"),
         ("crop_pct: 1.0e-9", "crop_pct must be at least 0.1"),
+        ("crop_pct: 2.1", "crop_pct must be at most 2"),
+        (f"lr: {HUGE}", "lr must be a number"),
+        (f"mean: [{HUGE}, 1, 1]", "mean must be a number"),
+        (f"base: resnet50-grassmann\nepochs: {HUGE}", "epochs must be at most 1000000"),
+        (f"base: swin-t-grassmann\nwarmup_epochs: {HUGE}\nepochs: 2", "warmup_epochs must be a number"),
+        ("base: resnet50-grassmann\ndecay_milestones: [.inf]\nepochs: 10", "decay_milestones must be an integer"),
+        ("opt_kwargs: {betas: [.inf]}", "recipe.opt_kwargs.betas must be a number"),
+        ("opt_kwargs: {betas: [[[[1]]]]}", "recipe.opt_kwargs.betas must be plain values"),
         ("workers: 100000", "workers must be at most"),
         ("aa: rand-n99999999-m9", "aa must be a policy of timm without numbers beyond"),
         ("aa: rand-m99999999999999999999", "aa must be a policy"),
@@ -172,6 +187,22 @@ def test_aliases_that_stay_small_are_fine(write):
     assert recipe.mean == recipe.std == (0.5, 0.5, 0.5)
 
 
+def test_merge_keys_take_over_what_a_mapping_does_not_say_itself():
+    text = "base: &base {x: 1, y: 1}\nouter:\n  a: &a {<<: *base, x: 2}\nb: {<<: *a}\nc: {<<: [*a, *base], y: 3}\n"
+    found = parse_yaml(text, "here")
+    assert found["outer"]["a"] == found["b"] == {"x": 2, "y": 1}
+    assert found["c"] == {"x": 2, "y": 3}
+
+
+@pytest.mark.slow
+def test_many_keys_are_compared_soon():
+    text = "".join(f"key{number}: 1\n" for number in range(60_000))
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match="the key 'key0' comes twice"):
+        parse_yaml(f"{text}key0: 2\n", "here")
+    assert time.monotonic() - begin < 20
+
+
 @SOON
 @given(st.text(max_size=200) | st.binary(max_size=200))
 def test_any_text_is_parsed_or_refused(text):
@@ -211,6 +242,7 @@ def test_any_values_are_a_recipe_or_refused(tmp_path_factory, values):
         *(("head", value) for value in ([], {}, {"name": 3}, {"name": "grassmann", "gamma": 1e308})),
         *(("model_kwargs", value) for value in ([], {"depth": 10**9}, {"depth": [[[[[[1]]]]]]}, {"pretrained": "x"})),
         *(("recipe", value) for value in ([], "x")),
+        ("metrics", {"top1": HUGE}),
         ("model", 3),
     ],
 )
@@ -237,6 +269,33 @@ def test_weights_of_a_strange_kind_are_refused(checkpoint, tensors, dtype):
 def test_a_head_that_the_weights_could_never_fill_is_not_built(checkpoint, changes):
     with pytest.raises(ValueError, match="does not hold the weights that it describes"):
         grassy.load(checkpoint(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head": {"name": "grassmann", "k": [4, 8] * 10_920 + [8]}, "num_classes": 21_841},
+        {"model_kwargs": {"layers": [[[1]]]}},
+        {"lr": 1e300, "description": "x" * 20_000},
+        {"opt": "adamw", "opt_kwargs": {"betas": [0.9, 0.999]}},
+    ],
+    ids=["dimensions of ImageNet-21k", "nested options", "large values", "options of the optimizer"],
+)
+def test_every_recipe_comes_back_from_args_yaml_and_from_the_weights(write, tmp_path, changes):
+    recipe = Recipe(**changes)
+    assert load_recipe(write(yaml.safe_dump(recipe.to_dict()))) == recipe
+    about = Description("resnet18", recipe.num_classes or 3, recipe.head, recipe.model_kwargs, recipe=recipe.to_dict())
+    save_weights({"weight": torch.ones(1)}, about, tmp_path / "x.safetensors")
+    again = read_description(tmp_path / "x.safetensors")
+    assert (again.head, again.model_kwargs) == (recipe.head, recipe.model_kwargs)
+    assert saved_recipe(again.recipe) == recipe
+
+
+def test_a_file_that_could_not_be_read_is_not_written(tmp_path):
+    about = Description("resnet18", 3, {"name": "linear"}, epoch=-1)
+    with pytest.raises(ValueError, match="epoch must be an integer from 0"):
+        save_weights({"weight": torch.ones(1)}, about, tmp_path / "x.safetensors")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_description_holds_comes_back(tmp_path, tensors):

@@ -128,7 +128,7 @@ def test_a_number_without_a_point_is_a_number_wherever_it_stands(write):
         ("head: {name: grassmann, device: cuda}", ValueError, "head.device is not to be set"),
         ("layer_decay: 1.1", ValueError, "layer_decay must lie in (0, 1], got 1.1"),
         ("decay_rate: 0", ValueError, "decay_rate must lie in (0, 1], got 0.0"),
-        ("crop_pct: 0", ValueError, "crop_pct must lie in (0, 1], got 0.0"),
+        ("crop_pct: 0", ValueError, "crop_pct must be at least 0.1, got 0.0"),
         ("scale: [0.5]", ValueError, "scale must be two positive numbers, the smaller first, got [0.5]"),
         ("scale: [1, 0.08]", ValueError, "scale must be two positive numbers, the smaller first, got [1.0, 0.08]"),
         ("ratio: [0, 1]", ValueError, "ratio must be two positive numbers"),
@@ -167,6 +167,15 @@ def test_the_folder_of_a_run_is_taken_for_the_recipe_in_it(tmp_path, monkeypatch
     assert load_recipe(run, ["epochs=4"]).epochs == 4
     monkeypatch.chdir(run.parent)
     assert load_recipe("digits-grassmann").epochs == 12  # the package's recipe, not what happens to lie here
+
+
+def test_the_folder_of_a_pretrained_run_is_a_recipe_if_the_user_says_pretrained_again(tmp_path):
+    recipe = load_recipe("resnet50d-grassmann", ["model_kwargs.pretrained=true"])
+    (tmp_path / "args.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
+    assert load_recipe(tmp_path, ["model_kwargs.pretrained=true"]) == recipe
+    assert load_recipe(tmp_path, fields={"model_kwargs": {"pretrained": True}}) == recipe
+    with pytest.raises(ValueError, match=r"give model_kwargs\.pretrained=true"):
+        load_recipe(tmp_path)
 
 
 def test_the_direction_of_older_recipes_loads_unless_it_is_spectral(write):

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from grassy.heads import check_head_options, create_head
-from grassy.runs.recipe_values import check_values
+from grassy.runs.recipe_values import MOST, check_values
 from grassy.runs.recipe_yaml import parse_yaml
-from grassy.runs.schema import MOST_RECIPE, check_head, check_model_kwargs, read_text
+from grassy.runs.schema import MOST_RECIPE, check_head, check_model_kwargs, check_recipe, read_text
 from grassy.spelling import natural_key, nearest
 
 #: The share of a run that was shortened that its warm-up takes at most.
@@ -127,6 +127,7 @@ class Recipe:
         object.__setattr__(self, "head", {"name": "linear", **self.head})
         _check_head(**self.head)
         check_head("head", self.head)
+        check_recipe("recipe", self.to_dict())
 
     @property
     def mixes(self) -> bool:
@@ -159,8 +160,8 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = (), fields: Mapping
         if not equals:
             raise ValueError(f"a setting is given as key=value, got {override!r}")
         _add(changes, key.strip(), parse_yaml(value, override))
-    settings = _merged(_merged(before, changes), fields or {})
-    if _fetches(settings) and not _fetches(_merged({}, changes)) and not _is_packaged(name):
+    settings, said = (_merged(_merged(start, changes), fields or {}) for start in (before, {}))
+    if _fetches(settings) and not _fetches(said) and not _is_packaged(name):
         raise ValueError(f"{name}: weights are fetched only if you say so yourself: give model_kwargs.pretrained=true")
     return Recipe(**_schedule_follows(before, settings, {*changes, *(fields or {})}))
 
@@ -254,7 +255,8 @@ def _schedule_follows(before: Mapping[str, Any], after: dict[str, Any], given: C
     if after.get("sched") != "step":
         return {**after, "decay_milestones": ()} if "sched" in given else after
     old, new = (settings.get("epochs", Recipe.epochs) for settings in (before, after))
-    if old == new or not all(isinstance(value, int) and value > 0 for value in (old, new)):
+    numbers = [old, new, *milestones] if isinstance(milestones, list | tuple) else [None]
+    if old == new or not all(isinstance(value, int) and 0 < value <= MOST["epochs"] for value in numbers):
         return after  # the same, or wrong: the check says so
     return {**after, "decay_milestones": tuple(max(1, round(each * new / old)) for each in milestones)}
 
@@ -262,7 +264,7 @@ def _schedule_follows(before: Mapping[str, Any], after: dict[str, Any], given: C
 def _warmup_follows(before: Mapping[str, Any], after: dict[str, Any], given: Container[str]) -> dict[str, Any]:
     old, new = (settings.get("epochs", Recipe.epochs) for settings in (before, after))
     warmup = after.get("warmup_epochs", 0)
-    numbers = all(isinstance(value, int | float) and value > 0 for value in (old, new, warmup))
+    numbers = all(isinstance(value, int | float) and 0 < value <= MOST["epochs"] for value in (old, new, warmup))
     if not numbers or "warmup_epochs" in given or "epochs" not in given or new >= old:
         return after
     return {**after, "warmup_epochs": min(warmup, LONGEST_WARMUP * new)}
@@ -301,7 +303,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     if origin is float and not isinstance(value, bool):
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if math.isfinite(number):
             return number

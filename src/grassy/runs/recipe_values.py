@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from grassy.runs.schema import INTERPOLATIONS, LEAST_CROP, MOST_CLASSES, MOST_PIXELS
+from grassy.runs.schema import INTERPOLATIONS, LEAST_CROP, MOST_CLASSES, MOST_CROP, MOST_PIXELS
 from grassy.spelling import nearest
 
 if TYPE_CHECKING:
@@ -42,13 +42,14 @@ NONNEGATIVE: tuple[str, ...] = (
 )
 NONNEGATIVE += ("mixup", "cutmix", "color_jitter", "seed", "checkpoint_interval")
 PROBABILITIES = ("hflip", "reprob", "smoothing", "drop_path", "mixup_prob", "mixup_switch_prob")
-FACTORS = ("crop_pct", "layer_decay", "decay_rate")
+FACTORS = ("layer_decay", "decay_rate")
 #: Beyond this a value is a slip of the hand, and would take memory or time without end.
 MOST: dict[str, int] = {
     **dict.fromkeys(("epochs", "val_interval", "warmup_epochs", "aug_repeats"), 10**6),
     **dict.fromkeys(("batch_size", "val_batch_size", "grad_accum_steps"), 2**24),
     **dict.fromkeys(("img_size", "test_size", "padding"), MOST_PIXELS),
     "num_classes": MOST_CLASSES,
+    "crop_pct": MOST_CROP,
     "workers": 1024,
     "color_jitter": 100,
 }

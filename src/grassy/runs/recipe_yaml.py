@@ -2,9 +2,10 @@
 
 import functools
 import re
+from collections.abc import Hashable
 from typing import Any
 
-#: How many values a text may stand for once its aliases are written out. A recipe has about a hundred.
+#: How many values the aliases of a text may stand for. Those that are written out need no bound but the file's size.
 MOST_VALUES = 10_000
 MOST_DEPTH = 30
 
@@ -27,25 +28,29 @@ def parse_yaml(text: str, place: str) -> Any:
         raise ValueError(f"{place} is not YAML: {error}") from None
 
 
-def _written_out(node: Any, known: dict[int, int], depth: int) -> int:
-    """How many values a node stands for with all aliases written out; a ValueError beyond the bounds."""
+def _written_out(node: Any, known: dict[int, int], depth: int) -> tuple[int, int]:
+    """How many values a node stands for with all aliases written out, and how many of them are due to aliases.
+
+    Nesting or aliases beyond the bounds raise a ValueError.
+    """
     if depth > MOST_DEPTH:
         raise ValueError(f"it is nested more than {MOST_DEPTH} deep")
     if id(node) in known:
         count = known[id(node)]
         if count == 0:
             raise ValueError("an alias stands for what it is part of")
-        return count
+        return count, count
     known[id(node)] = 0  # under way
-    count = 1
+    count, repeated = 1, 0
     children = node.value if isinstance(getattr(node, "value", None), list) else []
     for child in children:
         for part in child if isinstance(child, tuple) else (child,):
-            count += _written_out(part, known, depth + 1)
-        if count > MOST_VALUES:
-            raise ValueError(f"it stands for more than {MOST_VALUES:,} values")
+            more, more_repeated = _written_out(part, known, depth + 1)
+            count, repeated = count + more, repeated + more_repeated
+        if repeated > MOST_VALUES:
+            raise ValueError(f"its aliases stand for more than {MOST_VALUES:,} values")
     known[id(node)] = count
-    return count
+    return count, repeated
 
 
 @functools.cache
@@ -55,12 +60,25 @@ def _loader() -> Any:
     class Loader(yaml.SafeLoader):
         """1e-3, without a point, is a number as in YAML 1.2, not PyYAML's string; a key that comes twice is wrong."""
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        def __init__(self, stream: Any) -> None:
+            super().__init__(stream)
+            self.checked: set[Any] = set()
+
+        def flatten_mapping(self, node: Any) -> None:
+            if node not in self.checked:  # afterwards it also has the keys of those merged into it
+                self.checked.add(node)
+                self.check_keys(node)
+            super().flatten_mapping(node)
+
+        def check_keys(self, node: Any) -> None:
             own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-            keys = [self.construct_object(key, deep=True) for key in own]
-            if twice := next((key for place, key in enumerate(keys) if key in keys[:place]), None):
-                raise ValueError(f"the key {twice!r} comes twice")
-            return dict(super().construct_mapping(node, deep))
+            seen: set[Any] = set()
+            for key in (self.construct_object(key, deep=True) for key in own):
+                if not isinstance(key, Hashable):
+                    continue  # which PyYAML itself refuses
+                if key in seen:
+                    raise ValueError(f"the key {key!r} comes twice")
+                seen.add(key)
 
     Loader.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")

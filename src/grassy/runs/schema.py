@@ -7,6 +7,7 @@ import json
 import math
 import os
 import stat
+import sys
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
@@ -15,10 +16,13 @@ MOST_RECIPE, MOST_DESCRIPTION, MOST_ANALYSIS = 2**20, 2**26, 2**30
 MOST_CLASSES = 10**8
 MOST_PIXELS = 4096  # of a side of an image that a model takes
 LEAST_CROP = 0.1  # an image is resized to the size of the crop divided by this, at most
+MOST_CROP = 2  # beyond 1 the image gets a margin, as with some models of timm (1.15)
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
 #: Options of timm that say where weights come from, not what a model is.
 OTHER_SOURCES = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+
+DEPTH = 4  # of lists and mappings within the options of a head, a model or an optimizer
 
 Check = Callable[[str, Any], Any]
 
@@ -113,24 +117,26 @@ def or_none(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
-def options(largest: float, most: int = 10_000, depth: int = 4) -> Check:
-    """A mapping of plain values: numbers up to `largest`, strings, lists and mappings of at most so many items."""
+def options(largest: float, most: int, depth: int = DEPTH, longest: int = 10_000) -> Check:
+    """A mapping of plain values: numbers up to `largest`, strings up to `longest`, lists and mappings up to `most`."""
+    check_integer, check_number = integer(-int(largest), int(largest)), number(-largest, largest)
+    check_text, check_key = text(longest), text(200)
 
     def plain(name: str, value: Any, depth: int) -> Any:
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, int):
-            return integer(-int(largest), int(largest))(name, value)
+            return check_integer(name, value)
         if isinstance(value, float):
-            return number(-largest, largest)(name, value)
+            return check_number(name, value)
         if isinstance(value, str):
-            return text(10_000)(name, value)
+            return check_text(name, value)
         if depth == 0 or not isinstance(value, list | tuple | dict) or len(value) > most:
             raise fail(name, f"plain values, at most {most} of them and not nested deeply", value)
         if not isinstance(value, dict):
             return [plain(name, item, depth - 1) for item in value]
         return {
-            text(200)(f"a key of {name}", key): plain(f"{name}.{key}", item, depth - 1) for key, item in value.items()
+            check_key(f"a key of {name}", key): plain(f"{name}.{key}", item, depth - 1) for key, item in value.items()
         }
 
     def check(name: str, value: Any) -> dict[str, Any]:
@@ -162,6 +168,10 @@ def check_head(name: str, value: Any) -> dict[str, Any]:
     return found
 
 
+#: All settings of a recipe. `Recipe` itself knows more about them, but whatever it takes, a file can hold.
+check_recipe = options(sys.float_info.max, most=MOST_CLASSES, depth=1 + DEPTH, longest=MOST_RECIPE)
+
+
 def _colours(least: float, most: float) -> Check:
     check = list_of(number(least, most), 3, 3)
     return lambda name, value: tuple(check(name, value))
@@ -170,7 +180,10 @@ def _colours(least: float, most: float) -> Check:
 def _metrics(name: str, value: Any) -> dict[str, float]:
     if not isinstance(value, dict) or len(value) > 1000:
         raise fail(name, "a mapping", value)
-    return {str(key): float(item) for key, item in value.items() if isinstance(item, int | float)}
+    try:
+        return {str(key): float(item) for key, item in value.items() if isinstance(item, int | float)}
+    except OverflowError:
+        raise fail(name, "a mapping to numbers that a float can hold", value) from None
 
 
 #: What a file of weights says about its model (`Description`), field by field.
@@ -181,11 +194,11 @@ DESCRIPTION: dict[str, Check] = {
     "model_kwargs": check_model_kwargs,
     "class_names": or_none(list_of(text(10_000), 0, MOST_CLASSES)),
     "img_size": integer(1, MOST_PIXELS),
-    "crop_pct": number(LEAST_CROP, 1.0),
+    "crop_pct": number(LEAST_CROP, MOST_CROP),
     "interpolation": one_of(*INTERPOLATIONS),
     "mean": _colours(-1e6, 1e6),
     "std": _colours(1e-6, 1e6),
-    "recipe": options(2.0**63),
+    "recipe": check_recipe,
     "epoch": or_none(integer(0, 2**63)),
     "metrics": _metrics,
     "version": text(200),

@@ -41,17 +41,27 @@ class Description:
 
 
 def save_weights(weights: nn.Module | Mapping[str, Tensor], description: Description, path: Path) -> None:
-    """Write the weights of a model, or its state_dict, with its description, whole or not at all."""
+    """Write the weights of a model, or its state_dict, with its description, whole or not at all.
+
+    A description that could not be read again raises a ValueError.
+    """
     state = weights.state_dict() if isinstance(weights, nn.Module) else weights
     modules = weights.modules() if isinstance(weights, nn.Module) else ()
     heads = [module for module in modules if isinstance(module, GrassmannHead)]
     if heads and description.head.get("gamma") == "auto":  # as a number it is the same in every version
         description = dataclasses.replace(description, head={**description.head, "gamma": heads[0].initial_gamma})
+    text = description_text(description)
     # Clones: safetensors refuses tensors that share memory, as tied weights do.
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
-    text = json.dumps(dataclasses.asdict(description), default=_plain)
     data = save(tensors, metadata={"format": "pt", "grassy": text})
     write_atomically(path, lambda file: file.write(data))
+
+
+def description_text(description: Description) -> str:
+    """The description as JSON; a ValueError names a field that could not be read again."""
+    text = json.dumps(dataclasses.asdict(description), default=_plain)
+    check_description(parse_json(text))
+    return text
 
 
 def _plain(value: Any) -> Any:
