@@ -7,7 +7,7 @@ from torch import nn
 
 import grassy
 from grassy.models import import_timm
-from grassy.runs.weights import read_description
+from grassy.runs.weights import read_description, read_weights
 
 timm = import_timm()
 C = 5
@@ -69,6 +69,46 @@ def test_the_file_says_how_images_are_prepared_as_timm_or_the_caller_does(tmp_pa
     assert (about.class_names, about.img_size, about.mean, about.std) == (names, 64, mean, std)
     assert (about.crop_pct, about.interpolation, about.epoch, about.metrics) == (1.0, "bicubic", 3, {"top1": 71.5})
     assert grassy.load(file).pretrained_cfg["label_names"] == names
+
+
+@pytest.mark.parametrize(
+    ("prepared", "words"),
+    [
+        ({"interpolation": "random"}, "interpolation must be one of nearest, bilinear"),
+        ({"std": (0, 1, 1)}, r"std\[0\] must be a number from 1e-06"),
+        ({"mean": (0.5,)}, "mean must be a list of length 3"),
+        ({"crop_pct": 2.1}, "crop_pct must be a number from 0.1 to 2, got 2.1"),
+        ({"epoch": -1}, "epoch must be an integer from 0"),
+        ({"img_size": -8}, "img_size must be an integer from 1"),
+        ({"metrics": {"top1": 10**400}}, "metrics must be a mapping to numbers that a float can hold"),
+    ],
+)
+def test_a_file_that_could_not_be_loaded_is_not_written(prepared, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        grassy.save(a_model(k=2), tmp_path / "model.safetensors", **prepared)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_crop_larger_than_the_image_is_kept_as_some_models_of_timm_have_it(tmp_path):
+    model, file = a_model(k=2), tmp_path / "model.safetensors"
+    model.pretrained_cfg["crop_pct"] = 1.15  # that of volo_d4_448
+    grassy.save(model, file)
+    assert grassy.load(file).pretrained_cfg["crop_pct"] == 1.15
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_a_backbone_and_a_head_may_be_of_different_precision(dtypes, tmp_path):
+    model, file = a_model(k=2), tmp_path / "model.safetensors"
+    head, model.fc = model.fc.to(dtypes[1]), nn.Identity()
+    model.to(dtypes[0]).fc = head
+    grassy.save(model, file)
+    assert [weight.dtype for weight in (model.conv1[0].weight, model.fc.weight)] == list(dtypes)
+    again = read_weights(file)
+    assert {name: tensor.dtype for name, tensor in again.items()} == {
+        name: tensor.dtype for name, tensor in model.state_dict().items()
+    }
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+    grassy.load(file)
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, grassy.AveragedModel, nn.DataParallel])

@@ -12,7 +12,7 @@ from torch.optim import swa_utils
 from grassy._version import __version__
 from grassy.heads import Head, describe, heads_of
 from grassy.models import create_model, import_timm
-from grassy.runs.weights import Description, save_weights
+from grassy.runs.weights import Description, description_text, save_weights
 
 
 def save(
@@ -35,7 +35,7 @@ def save(
     Head, classes, architecture and the preparation of images are read off the model. What timm does not know of it must
     be given: `model_kwargs` if it was built with options, `architecture` if timm did not build it, and the preparation
     of images if yours was another than timm's for this model. Before writing, the model is built again from the
-    description alone: a ValueError says if that has other weights or other logits.
+    description alone: a ValueError says if that has other weights or other logits, or if a value could not be loaded.
 
     model: may be wrapped in DDP, torch.compile or an average; what is inside is saved.
     class_names: in the order of the labels.
@@ -65,6 +65,7 @@ def save(
         version=__version__,
         **{**prepared, **{name: value for name, value in given.items() if value is not None}},
     )
+    description_text(description)  # raises before anything is built
     _check_that_it_can_be_built_again(model, description)
     save_weights(model, description, path)
 
@@ -119,13 +120,14 @@ def _check_that_it_can_be_built_again(model: nn.Module, description: Description
     with torch.random.fork_rng(devices=[]):
         again = create_model(description.model, description.num_classes, description.head, description.model_kwargs)
         image = torch.randn(1, description.model_kwargs.get("in_chans", 3), description.img_size, description.img_size)
+    weight = next(model.parameters())
+    again, image = again.to(weight.device).eval(), image.to(weight.device, weight.dtype)
+    _take_over_dtypes(again, model)
     try:
         again.load_state_dict(model.state_dict())
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
         raise ValueError(f"the model has other weights than timm's {description.model} ({reason}): {hint}") from None
-    weight = next(model.parameters())
-    again, image = again.to(weight.device, weight.dtype).eval(), image.to(weight.device, weight.dtype)
     modes = [(module, module.training) for module in model.modules()]
     try:
         for module, _ in modes:
@@ -142,6 +144,13 @@ def _check_that_it_can_be_built_again(model: nn.Module, description: Description
             module.training = training
     if found.shape != expected.shape or not torch.allclose(found, expected, rtol=0, atol=1e-3 * _size(expected)):
         raise ValueError(f"the model has other logits than timm's {description.model} with the same weights: {hint}")
+
+
+def _take_over_dtypes(again: nn.Module, model: nn.Module) -> None:
+    """Cast each parameter and buffer to the dtype of its counterpart: a head may be more precise than its backbone."""
+    dtypes = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    for name, tensor in (*again.named_parameters(), *again.named_buffers()):
+        tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
 
 
 def _size(logits: torch.Tensor) -> float:
