@@ -66,6 +66,12 @@ class Head(nn.Module):
         self.batch_norm: nn.Module | None = standardization(in_features, device, dtype) if standardize else None
         self.inbox = Inbox()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if "inbox" not in vars(self):  # a module that an earlier version pickled
+            vars(self).pop("loss_request", None)
+            self.inbox = Inbox()
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "logits" in vars(cls) and "logits_use_target" not in vars(cls):  # what a parent said is of its own logits
