@@ -52,7 +52,7 @@ def classification_loss(
                 "with softmax cross-entropy",
                 stacklevel=2,
             )
-    request = LossRequest(target, criterion, alone=len(heads) == 1)
+    request = LossRequest(target, criterion, alone=len(heads) == 1, with_gradient=torch.is_grad_enabled())
     needing = [head for head in heads if head.needs(request)]
     if needing and isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
         raise ValueError(
@@ -65,6 +65,7 @@ def classification_loss(
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
         else:
             outputs = model(inputs)
+        without_gradient = [head for head in needing if head.inbox.compiled_without_gradient] if compiled else []
     results = _tensors(outputs, len(heads))
     if answering := [head for head in heads if head.answers_with_loss(request)]:
         # A model may flatten what it takes for logits.
@@ -74,7 +75,7 @@ def classification_loss(
         losses = [apply(criterion, logits, target) for logits in results]
     loss = sum(losses[1:], start=losses[0]) / len(losses)
     if needing and not torch.compiler.is_compiling():
-        check_that_compiled_heads_are_not_recomputed(model, needing, loss)
+        check_that_compiled_heads_are_not_recomputed(without_gradient, loss)
         keep_for_recomputation(needing, request, loss)
     return loss
 

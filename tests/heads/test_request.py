@@ -116,6 +116,60 @@ def test_a_compiled_model_may_checkpoint_its_head_and_a_compiled_head_may_not_be
     assert same(gradients(model, grassy.classification_loss(model, x, y)), expected)
 
 
+def test_a_compiled_head_inside_a_reentrant_checkpoint_is_refused_also_if_it_is_frozen():
+    torch._dynamo.reset()
+    head, (x, y) = grassy.create_head("arcface", N, C).requires_grad_(False), batch()
+    model = Checkpointed(torch.compile(head, backend="aot_eager"), True)
+    with pytest.raises(ValueError, match="ArcFaceHead is compiled inside a reentrant checkpoint"):
+        grassy.classification_loss(model, x, y)
+    with torch.no_grad():
+        assert grassy.classification_loss(model, x, y).isfinite()
+
+
+class MainAndAuxiliary(nn.Module):
+    """Two heads, of which the second takes part in training only, on a layer that may be computed again."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.fc, self.reentrant = nn.Linear(3, N), reentrant
+        self.head, self.auxiliary = (grassy.create_head("arcface", N, C) for _ in range(2))
+
+    def forward(self, x):
+        features = checkpoint(self.fc, x, use_reentrant=True) if self.reentrant else self.fc(x)
+        return (self.head(features), self.auxiliary(features)) if self.training else self.head(features)
+
+
+@both_kinds
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_head_need_not_take_part_in_every_forward(reentrant, whole):
+    torch._dynamo.reset()
+    model, (x, y) = MainAndAuxiliary(reentrant), batch()
+    expected = [grassy.classification_loss(model.train(mode), x, y) for mode in (True, False)]
+    for each in [model] if whole else [model.head, model.auxiliary]:
+        each.compile(backend="aot_eager")
+    found = [grassy.classification_loss(model.train(mode), x, y) for mode in (True, False)]
+    assert same(found, expected)
+
+
+def test_a_compiled_model_may_be_sharded(tmp_path):
+    """The graph of the loss ends in other tensors than the parameters of the head."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch._dynamo.reset()
+    model, (x, y) = Checkpointed(grassy.create_head("arcface", N, C)), batch()
+    expected = grassy.classification_loss(model, x, y).item()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(model.head, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model.compile(backend="eager")
+        assert grassy.classification_loss(model, x, y).item() == pytest.approx(expected)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @both_kinds
 def test_the_backward_may_run_in_another_thread_as_it_does_on_a_gpu(reentrant):
     model, (x, y) = Checkpointed(grassy.create_head("arcface", N, C)), batch()

@@ -26,6 +26,8 @@ class LossRequest:
     criterion: Criterion
     #: Whether the head is the only one of the model. Of several, a model may average the logits.
     alone: bool = True
+    #: Whether a gradient of the loss may be wanted.
+    with_gradient: bool = True
     #: The backward passes that went through its loss, by the number that autograd gives to each.
     backwards: set[int] = field(default_factory=set)
 
@@ -41,11 +43,16 @@ class Inbox:
         self._of_thread = threading.local()
         self._latest: LossRequest | None = None
         self.turn = threading.RLock()
+        #: Whether compiled code found the latest request while autograd was off, as inside a reentrant checkpoint.
+        self.compiled_without_gradient = False
 
     @property
     def request(self) -> LossRequest | None:
         if torch.compiler.is_compiling():
-            return self._latest
+            request = self._latest
+            if request is not None and request.with_gradient and not torch.is_grad_enabled():
+                self.compiled_without_gradient = True
+            return request
         return getattr(self._of_thread, "request", None)
 
     def put(self, request: LossRequest | None) -> None:
@@ -73,6 +80,7 @@ def delivered(inboxes: Iterable[Inbox], request: LossRequest, take_turns: bool =
         if take_turns:
             for inbox, _ in before:
                 turns.enter_context(inbox.turn)
+                inbox.compiled_without_gradient = False
         for inbox, _ in before:
             inbox.put(request)
         try:
@@ -98,32 +106,31 @@ def keep_for_recomputation(heads: Iterable[nn.Module], request: LossRequest, los
     loss.grad_fn.register_prehook(lambda _: request.backwards.add(torch._C._current_graph_task_id()))
 
 
-def check_that_compiled_heads_are_not_recomputed(model: nn.Module, heads: Iterable[nn.Module], loss: Tensor) -> None:
+def check_that_compiled_heads_are_not_recomputed(heads: Iterable[nn.Module], loss: Tensor) -> None:
     """Raise a ValueError for a compiled head inside a reentrant checkpoint.
 
-    Compiled code cannot ask whether it runs in a backward. Such a checkpoint hides the parameters of the head from the
-    graph of the loss, by which it is found.
+    Compiled code cannot ask whether it runs in a backward. Such a checkpoint turns autograd off in the forward, and
+    leaves a node of its own in the graph of the loss.
+
+    heads: those whose compiled code found the request while autograd was off.
     """
-    compiled = [module for module in model.modules() if is_compiled(module)]
-    inside = {id(module) for each in compiled for module in each.modules()}
     for head in heads:
-        trained = {id(p) for p in head.parameters() if p.requires_grad}
-        if id(head) in inside and trained and loss.grad_fn is not None and not _reaches(loss.grad_fn, trained):
+        if _has_checkpoint(loss.grad_fn):
             raise ValueError(
                 f"{type(head).__name__} is compiled inside a reentrant checkpoint, which would lose its target: "
                 "compile the whole model instead, or leave the head out of the checkpoint"
             )
 
 
-def _reaches(node: Any, parameters: set[int]) -> bool:
-    """Whether the graph below a node leads to one of the parameters, given by their ids."""
+def _has_checkpoint(node: Any) -> bool:
+    """Whether the graph below a node has a reentrant checkpoint: torch's is CheckpointFunctionBackward."""
     stack, seen = [node], set()
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if id(getattr(node, "variable", None)) in parameters:
+        if "Checkpoint" in node.name():
             return True
         stack.extend(following for following, _ in node.next_functions)
     return False
