@@ -171,6 +171,25 @@ def test_a_compiled_model_may_be_sharded(tmp_path):
 
 
 @both_kinds
+@pytest.mark.filterwarnings("ignore:ArcFaceHead got no target")
+@pytest.mark.parametrize("earlier", ["not used", "used", "failed"])
+def test_a_plain_backward_finds_no_target_while_an_earlier_loss_is_kept(reentrant, earlier):
+    """Whether the backward of that loss did not run, or did, or raised an error."""
+    model, (x, y) = Checkpointed(grassy.create_head("arcface", N, C)), batch()
+    expected = gradients(model, nn.functional.cross_entropy(model(x), y))
+    model.reentrant = reentrant
+    kept = grassy.classification_loss(model, x, y)
+    if earlier == "used":
+        kept.backward()
+    elif earlier == "failed":
+        kept = kept + grassy.classification_loss(model, x, y)
+        with pytest.raises(RuntimeError, match="several losses in one backward"):
+            kept.backward()
+    assert same(gradients(model, nn.functional.cross_entropy(model(x), y)), expected)
+    assert kept.isfinite()
+
+
+@both_kinds
 def test_the_backward_may_run_in_another_thread_as_it_does_on_a_gpu(reentrant):
     model, (x, y) = Checkpointed(grassy.create_head("arcface", N, C)), batch()
     expected = gradients(model, grassy.classification_loss(model, x, y))

@@ -69,6 +69,17 @@ _unfinished: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[LossRequest]] 
 _lock = threading.Lock()
 
 
+class _BackwardPass:
+    """Lives as long as a backward pass, whether that succeeds or fails: autograd holds it as a callback."""
+
+    def __call__(self) -> None:
+        pass
+
+
+#: The backward passes that go through the loss of a request at this moment, by their number.
+_under_way: weakref.WeakValueDictionary[int, _BackwardPass] = weakref.WeakValueDictionary()
+
+
 @contextmanager
 def delivered(inboxes: Iterable[Inbox], request: LossRequest, take_turns: bool = False) -> Iterator[None]:
     """Within this, and in this thread, the request lies in the inboxes.
@@ -103,7 +114,16 @@ def keep_for_recomputation(heads: Iterable[nn.Module], request: LossRequest, los
         for head in heads:
             _unfinished.setdefault(head, weakref.WeakSet()).add(request)
     # All gradients of the model go through this node first. It keeps the request alive, and nothing else does.
-    loss.grad_fn.register_prehook(lambda _: request.backwards.add(torch._C._current_graph_task_id()))
+    loss.grad_fn.register_prehook(lambda _: _note_backward(request))
+
+
+def _note_backward(request: LossRequest) -> None:
+    """Note that the backward pass of this moment goes through the loss of the request, and how long it lasts."""
+    number = torch._C._current_graph_task_id()
+    request.backwards.add(number)
+    if not torch.compiler.is_compiling():  # compiled autograd cannot trace this
+        _under_way[number] = under_way = _BackwardPass()
+        torch.autograd.Variable._execution_engine.queue_callback(under_way)
 
 
 def check_that_compiled_heads_are_not_recomputed(heads: Iterable[nn.Module], loss: Tensor) -> None:
@@ -144,9 +164,16 @@ def recomputed(head: nn.Module) -> LossRequest | None:
     with _lock:
         requests = list(_unfinished.get(head, ()))
     found = [request for request in requests if backward in request.backwards]
-    if len(found) == 1 or not requests:
-        return found[0] if found else None
-    why = "several losses in one backward" if found else "a reentrant checkpoint inside another one"
+    if len(found) == 1:
+        return found[0]
+    # The backward of a checkpoint inside another one has a number of its own, within the backward of the loss.
+    if not found and not any(number in _under_way for request in requests for number in list(request.backwards)):
+        return None
+    why = (
+        "several losses in one backward"
+        if found
+        else "a reentrant checkpoint inside another one, or two backward passes at once"
+    )
     raise RuntimeError(
         f"{type(head).__name__} is recomputed in the backward and cannot tell for which target ({why}): call backward "
         "for each loss alone, with torch.utils.checkpoint(..., use_reentrant=False), or leave the head out of it"
