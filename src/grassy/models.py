@@ -1,18 +1,20 @@
 """timm models with a head of ours, and one model that timm lacks."""
 
+import dataclasses
 import inspect
+import re
 import sys
 from typing import Any
 
+import torch
 from torch import nn
 
 from grassy.spelling import nearest
 from grassy.surgery import replace_head
 from grassy.torchvision_import import import_torchvision
 
-#: Not handed on, whatever a constructor takes.
-UNSAFE = {"self", "args", "kwargs", "num_classes", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
-UNSAFE |= {"checkpoint_path", "cache_dir", "features_only"}
+#: Arguments of timm's own functions that a user may give; the others fetch weights, read files or wrap the model.
+HARMLESS = {"pretrained", "scriptable", "exportable"}
 
 
 def create_model(name: str, num_classes: int, head: dict[str, Any], options: dict[str, Any]) -> nn.Module:
@@ -20,12 +22,12 @@ def create_model(name: str, num_classes: int, head: dict[str, Any], options: dic
     timm = import_timm()
     if not timm.is_model(name):
         raise ValueError(f"timm has no model {name!r}{nearest(name, timm.list_models())}")
-    known = architecture_options(name) | {"pretrained"}
-    if wrong := next((key for key in options if key not in known), None):
-        raise ValueError(f"model {name} has no option {wrong!r}{nearest(wrong, known)}; check model_kwargs {options}")
+    check_options(name, options)
     try:
         model = timm.create_model(name, num_classes=num_classes, **options)
-    except Exception as error:  # at values that do not fit together a constructor raises all sorts of things
+    except Exception as error:  # for values that do not fit together constructors raise all sorts of things
+        if (key := _unexpected(error)) in options:
+            raise _no_option(name, str(key), options) from None
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"model {name}: {reason}; check model_kwargs {options}") from error
     head_options = {key: value for key, value in head.items() if key != "name"}
@@ -33,15 +35,59 @@ def create_model(name: str, num_classes: int, head: dict[str, Any], options: dic
     return model
 
 
-def architecture_options(name: str) -> set[str]:
-    """Options that say what a model of timm is like: the arguments of its constructor, and of those of its blocks.
+def check_options(name: str, options: dict[str, Any]) -> None:
+    """Raise a ValueError for an option that does not say what a model of timm is like, such as `checkpoint_path`.
 
-    timm's `create_model` knows others, which read files or fetch weights; they are not among them.
+    The constructor refuses what it does not know. Some ignore it instead, Swin for one: there, it is refused here.
     """
-    entry = import_timm().models.model_entrypoint("resnet18" if name == "resnet18_cifar" else name)
-    module = sys.modules[entry.__module__]
-    kinds = [each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, nn.Module)]
-    return {option for kind in kinds for option in inspect.signature(kind.__init__).parameters} - UNSAFE
+    plumbing = _plumbing()
+    if wrong := next((key for key in options if key in plumbing), None):
+        raise _no_option(name, wrong, options)
+    known = architecture_options(name) | HARMLESS
+    wrong = next((key for key in options if key not in known), None)
+    if wrong is not None and _ignores_unknown_options(name):
+        raise _no_option(name, wrong, options)
+
+
+def architecture_options(name: str) -> set[str]:
+    """Arguments of a model's constructor, of those of its blocks, and fields of its configuration, as far as found."""
+    timm = import_timm()
+    name = timm.models.get_deprecated_models().get(name.split(".")[0]) or name
+    entry = timm.models.model_entrypoint("resnet18" if name == "resnet18_cifar" else name)
+    kinds = [each for each in vars(sys.modules[entry.__module__]).values() if inspect.isclass(each)]
+    kinds = [each for each in kinds if issubclass(each, nn.Module) or dataclasses.is_dataclass(each)]
+    found = {option for kind in kinds for option in inspect.signature(kind.__init__).parameters}
+    return found - {"self", "args", "kwargs"}
+
+
+def _plumbing() -> set[str]:
+    """Arguments of the functions of timm that build a model, except the harmless ones."""
+    timm = import_timm()
+    functions = (timm.create_model, timm.models.build_model_with_cfg)
+    named = {key for function in functions for key in inspect.signature(function).parameters}
+    taken_from_kwargs = {"num_classes", "features_only", "feature_cls", "pruned"}
+    return (named | taken_from_kwargs) - HARMLESS
+
+
+def _ignores_unknown_options(name: str) -> bool:
+    """Whether timm builds the model in spite of an option that no model has."""
+    try:
+        with torch.device("meta"):
+            import_timm().create_model(name, an_option_that_no_model_has=1)
+    except Exception:  # mostly a TypeError that names the option; if not, building the model itself tells what is wrong
+        return False
+    return True
+
+
+def _unexpected(error: Exception) -> str | None:
+    """The argument that a function does not have, if this is the error."""
+    found = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
+    return found and found[1]
+
+
+def _no_option(name: str, key: str, options: dict[str, Any]) -> ValueError:
+    hint = nearest(key, architecture_options(name) - _plumbing() - {key})
+    return ValueError(f"model {name} has no option {key!r}{hint}; check model_kwargs {options}")
 
 
 def import_timm() -> Any:

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -87,6 +88,42 @@ def test_no_file_says_where_timm_fetches_weights_from(write, checkpoint, tmp_pat
 def test_an_option_that_is_not_one_of_the_architecture_is_refused_by_name(checkpoint, key):
     with pytest.raises(ValueError, match=f"model vit_tiny_patch16_224 has no option '{key}'"):
         grassy.load(checkpoint(model_kwargs={**VIT, key: 1}))
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("efficientnet_b0", {"bn_momentum": 0.01, "bn_eps": 1e-3}),
+        ("regnety_002", {"stem_width": 16}),
+        ("xception", {"drop_rate": 0.1}),
+        ("resnet18", {"scriptable": True, "exportable": True}),
+        ("resnet18_cifar", {"drop_rate": 0.1}),
+        ("naflexvit_base_patch16_gap", {"drop_path_rate": 0.1, "embed_dim": 24, "num_heads": 2, "depth": 1}),
+        ("swin_tiny_patch4_window7_224", {"drop_path_rate": 0.1}),
+        ("swin_base_patch4_window7_224_in22k", {"drop_path_rate": 0.1}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Mapping deprecated model name")
+def test_what_timm_knows_of_an_architecture_is_accepted(model, options):
+    with torch.device("meta"):
+        assert create_model(model, 5, {"name": "linear"}, options).num_classes == 5
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "meant"),
+    [
+        ("resnet18", "bn_momentum", ""),
+        ("resnet18", "drop_ratee", ", did you mean 'drop_rate'?"),
+        ("maxvit_nano_rw_256", "rel_pos_type", ", did you mean 'rel_pos_dim'?"),  # of its blocks
+        ("efficientnet_b0", "drop_connect_rate", ", did you mean 'drop_path_rate'?"),
+        ("swin_tiny_patch4_window7_224", "drop_path_ratee", ", did you mean 'drop_path_rate'?"),  # timm ignores it
+        ("swin_tiny_patch4_window7_224", "checkpoint_path", ""),
+        ("swin_tiny_patch4_window7_224", "num_classses", ""),  # num_classes is no option either
+    ],
+)
+def test_an_option_that_timm_does_not_know_is_named_with_what_may_be_meant(model, key, meant):
+    with pytest.raises(ValueError, match=re.escape(f"model {model} has no option '{key}'{meant}; check model_kwargs")):
+        create_model(model, 5, {"name": "linear"}, {key: 0.1})
 
 
 def test_weights_are_fetched_only_if_the_user_says_so(write, checkpoint):
