@@ -1,6 +1,9 @@
 """Data that is not what it seems: read as it should be, or named in one line, and never a hang."""
 
+import bz2
+import gzip
 import io
+import lzma
 import os
 import shutil
 import tarfile
@@ -104,6 +107,58 @@ def test_a_tar_of_tars_is_read_and_one_that_is_cut_short_inside_is_refused(archi
     assert [label for _, label in read_all(tmp_path / "train.tar")].count(2) == 4
     pack(archive.read_bytes()[:5000])
     with pytest.raises(ValueError, match="a damaged one"):
+        open_files(tmp_path / "train.tar")
+
+
+def add(tar, name, content):
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    tar.addfile(info, io.BytesIO(content))
+
+
+@pytest.mark.parametrize("content", [b"", b"not a tar", b"x" * 5000])
+def test_a_member_that_is_only_called_a_tar_is_left_out(archive, tmp_path, content):
+    with tarfile.open(tmp_path / "train.tar", "w") as tar:
+        add(tar, "cat/notes.tar", content)
+        add(tar, "animals.tar", archive.read_bytes())
+    assert len(open_files(tmp_path / "train.tar")) == 12
+
+
+def test_a_tar_within_a_tar_whose_first_header_is_damaged_is_refused(archive, tmp_path):
+    with tarfile.open(tmp_path / "train.tar", "w") as tar:
+        add(tar, "animals.tar", archive.read_bytes())
+        add(tar, "damaged.tar", b"x" + archive.read_bytes()[1:])
+    with pytest.raises(ValueError, match="a damaged one"):
+        open_files(tmp_path / "train.tar")
+
+
+@pytest.mark.parametrize(("kind", "module"), [("gzip", gzip), ("bzip2", bz2), ("xz", lzma)])
+def test_a_compressed_tar_is_called_so(archive, tmp_path, kind, module):
+    content = module.compress(archive.read_bytes())
+    (tmp_path / "train.tar").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"train\.tar is compressed with {kind}: decompress it first"):
+        open_files(tmp_path / "train.tar")
+    with tarfile.open(tmp_path / "train.tar", "w") as tar:
+        add(tar, "animals.tar", content)
+    with pytest.raises(ValueError, match=rf"animals\.tar of .*train\.tar is compressed with {kind}"):
+        open_files(tmp_path / "train.tar")
+
+
+def test_a_class_whose_name_begins_like_a_compressed_file_is_read(archive, tmp_path):
+    with tarfile.open(archive) as whole, tarfile.open(tmp_path / "train.tar", "w") as tar:
+        add(tar, "BZh/0.png", whole.extractfile("./cat/0.png").read())
+    assert open_files(tmp_path / "train.tar").class_to_idx == {"BZh": 0}
+
+
+def test_a_sparse_member_is_called_so(tmp_path):
+    info = tarfile.TarInfo("cat/0.png")
+    info.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
+    info.pax_headers |= {"GNU.sparse.name": "cat/0.png", "GNU.sparse.realsize": "1000000"}
+    content = b"1\n0\n3\n".ljust(512, b"\0") + b"png"  # one piece, of three bytes at byte 0
+    info.size = len(content)
+    with tarfile.open(tmp_path / "train.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(info, io.BytesIO(content))
+    with pytest.raises(ValueError, match=r"^cat/0\.png of .*train\.tar is a sparse file: pack it again without"):
         open_files(tmp_path / "train.tar")
 
 

@@ -19,6 +19,8 @@ MORE_SUFFIXES = {".avif", ".bmp", ".jfif", ".jp2", ".pgm", ".ppm", ".tif", ".tif
 BLOCK = tarfile.BLOCKSIZE
 #: A tar may hold tars, of a class each; what lies deeper is refused.
 MOST_TARS_WITHIN = 2
+#: The first bytes of compressed files.
+COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 def image_suffixes() -> frozenset[str]:
@@ -170,24 +172,33 @@ def _open_tars(root: Path, tars: Iterable[Path], class_names: Sequence[str] | No
 def _images_in(file: IO[bytes], size: int, tar: Path, within: int = 0) -> Iterator[tuple[tuple[str, ...], int, int]]:
     """Path (after those of the tars it is in), offset and size of each image of a tar of so many bytes.
 
-    A tar that is cut short, or a member that claims more than there is, raises a ValueError.
+    A tar that is cut short or compressed, or a member that claims more than there is, raises a ValueError. A member
+    that is called a tar and is none is left out.
     """
     suffixes = image_suffixes()
     if within > MOST_TARS_WITHIN:
         raise ValueError(f"{tar} holds tars in tars in tars")
+    if not within:
+        _check_uncompressed(_first_block(file), str(tar))
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
                 suffix = os.path.splitext(member.path)[1].lower()
                 if not member.isfile() or suffix not in suffixes | {".tar"}:
                     continue
-                if member.sparse is not None or member.offset_data + member.size > size:
+                if member.sparse is not None:
+                    raise ValueError(f"{member.path} of {tar} is a sparse file: pack it again without tar's --sparse")
+                if member.offset_data + member.size > size:
                     raise tarfile.ReadError(f"{member.path} is not all there")
                 if suffix != ".tar":
                     yield (member.path,), member.offset_data, member.size
                     continue
                 inner = archive.extractfile(member)
                 assert inner is not None
+                first = _first_block(inner)
+                _check_uncompressed(first, f"{member.path} of {tar}")
+                if not _begins_a_tar(first):
+                    continue
                 for path, offset, length in _images_in(inner, member.size, tar, within + 1):
                     yield (PurePosixPath(member.path).stem, *path), member.offset_data + offset, length
             end = archive.offset
@@ -196,3 +207,27 @@ def _images_in(file: IO[bytes], size: int, tar: Path, within: int = 0) -> Iterat
     file.seek(min(end, size))
     if file.read(BLOCK) != bytes(BLOCK):
         raise ValueError(f"{tar} is not a tar, or a damaged one: nothing marks its end at byte {end}")
+
+
+def _first_block(file: IO[bytes]) -> bytes:
+    block = file.read(BLOCK)
+    file.seek(0)
+    return block
+
+
+def _begins_a_tar(block: bytes) -> bool:
+    """Whether the block is a header, perhaps a damaged one, or the end of an empty tar."""
+    if block == bytes(BLOCK) or block[257:262] == b"ustar":
+        return True
+    try:
+        tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return False
+    return True
+
+
+def _check_uncompressed(block: bytes, name: str) -> None:
+    """Raise a ValueError if a file that begins so is compressed: images are read by their places in a tar."""
+    kind = next((kind for magic, kind in COMPRESSED.items() if block.startswith(magic)), None)
+    if kind and not _begins_a_tar(block):  # a tar begins with the name of a member, which may be anything
+        raise ValueError(f"{name} is compressed with {kind}: decompress it first")
