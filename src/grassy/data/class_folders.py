@@ -19,6 +19,8 @@ MORE_SUFFIXES = {".avif", ".bmp", ".jfif", ".jp2", ".pgm", ".ppm", ".tif", ".tif
 BLOCK = tarfile.BLOCKSIZE
 #: A tar may hold tars, of a class each; what lies deeper is refused.
 MOST_TARS_WITHIN = 2
+#: How often links may lead to folders that were visited before: a few links can make millions of ways.
+MOST_REPEATS = 50_000
 #: The first bytes of compressed files.
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
@@ -38,20 +40,27 @@ def is_hidden(path: str) -> bool:
 def walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     """Each folder at or below the root, with the names of its folders and files, sorted, the hidden ones left out.
 
-    Links are followed, and each real folder is visited once, whatever links lead to it. A folder that may not be read
-    raises, where os.walk would leave it out without a word.
+    Links are followed, except to a folder that they are in. A folder that several links lead to is visited for each.
+    One that may not be read raises, where os.walk would leave it out without a word.
     """
 
     def stop(error: OSError) -> None:
         raise error
 
-    seen = set()
+    lines: dict[str, tuple[str, ...]] = {}  # real paths of a folder and of those it was reached through, from the root
+    seen: set[str] = set()
+    repeats = 0
     for folder, below, names in os.walk(root, followlinks=True, onerror=stop):
-        place = os.path.realpath(folder)
-        if place in seen:
+        above = lines.get(os.path.dirname(folder), ())
+        place = os.path.realpath(os.path.join(above[-1], os.path.basename(folder)) if above else folder)
+        if place in above:
             below.clear()
             continue
+        repeats += place in seen
+        if repeats > MOST_REPEATS:
+            raise ValueError(f"links below {root} lead to the same folders more than {MOST_REPEATS:,} times")
         seen.add(place)
+        lines[folder] = (*above, place)
         below[:] = sorted(name for name in below if not is_hidden(name))
         yield folder, list(below), sorted(name for name in names if not is_hidden(name))
 
