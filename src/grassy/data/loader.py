@@ -12,6 +12,7 @@ import hashlib
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -250,6 +251,8 @@ def worker_options(workers: int, device: torch.device) -> dict[str, Any]:
     options: dict[str, Any] = {"collate_fn": collate, "num_workers": workers}
     if workers:  # they stay: starting them again would cost seconds in every epoch
         options |= {"persistent_workers": True, "worker_init_fn": _start_worker}
+        if sys.platform == "linux":  # from Python 3.14 on the default is forkserver; _start_worker needs a fork
+            options["multiprocessing_context"] = "fork"
     if device.type == "cuda":
         options |= {"pin_memory": True}
     return options
@@ -258,7 +261,8 @@ def worker_options(workers: int, device: torch.device) -> dict[str, Any]:
 def _start_worker(_: int) -> None:
     torch.set_num_threads(1)
     # Ctrl-C and SIGTERM are for the main process, also where all get them, as Slurm, systemd and Kubernetes send them.
-    # It still needs its workers then, and ends them, if it has to, by a SIGTERM of its own.
+    # It still needs its workers then, and ends them, if it has to, by a SIGTERM of its own. This needs a fork:
+    # the main process is then the parent, and there are no threads yet that would let a SIGTERM through.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
