@@ -13,6 +13,7 @@ def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
 
+@pytest.mark.slow
 def test_submodules_need_no_import_of_their_own():
     """In a fresh process, in which nothing else has imported them."""
     first = run("import grassy; print(grassy.analysis.variability.__name__)")

@@ -226,6 +226,7 @@ def test_folders_that_link_to_each_other_are_visited_once_on_each_way(tmp_path):
     assert found == [".", "a", "a/other", "b", "b/other"]
 
 
+@pytest.mark.slow
 def test_links_that_make_millions_of_ways_are_refused(tmp_path):
     for depth in range(20):  # twice as many ways at each step
         (tmp_path / f"d{depth}").mkdir()

@@ -99,6 +99,7 @@ def test_a_reentrant_checkpoint_inside_another_is_refused_and_one_that_is_not_wo
         grassy.classification_loss(model, x, y).backward()
 
 
+@pytest.mark.slow
 @both_kinds
 def test_a_compiled_model_may_checkpoint_its_head_and_a_compiled_head_may_not_be_checkpointed(reentrant):
     torch._dynamo.reset()

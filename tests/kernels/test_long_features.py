@@ -62,6 +62,7 @@ print(json.dumps(errors))
 """
 
 
+@pytest.mark.slow
 def test_the_kernels_do_so_too():
     pytest.importorskip("triton", reason="triton is not installed: pip install -e '.[dev]'")
     errors = interpreted(SCRIPT)

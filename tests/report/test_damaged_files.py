@@ -83,6 +83,7 @@ def test_angles_that_unpack_to_more_than_there_can_be_are_refused(good, tmp_path
         used(tmp_path)
 
 
+@pytest.mark.slow
 @SOON
 @given(st.data())
 def test_an_analysis_with_any_value_in_any_place_is_used_or_refused(good, tmp_path_factory, data):

@@ -42,6 +42,7 @@ def lines_of(entries, **more):
 # ------------------------------------------------------------------------------------------------ the plan
 
 
+@pytest.mark.slow
 def test_every_entry_is_a_recipe_and_every_part_has_its_runs():
     lines = {}
     while waiting := [entry for entry in plan.plan(lines) if entry.base and entry.key not in lines]:
@@ -150,6 +151,7 @@ def queue(images, tmp_path, *words):
     return list(read(tmp_path / "results.jsonl").values())
 
 
+@pytest.mark.slow
 def test_the_queue_resumes_and_runs_nothing_twice(images, tmp_path, monkeypatch, capsys):
     begun = []
 
@@ -222,6 +224,7 @@ def test_missing_data_is_named_before_anything_runs(tmp_path, capsys):
 # ------------------------------------------------------------------------------------------------ a run
 
 
+@pytest.mark.slow
 def test_runs_of_all_arms_leave_what_the_page_needs(images, tmp_path, monkeypatch):
     def first(lines, overrides):
         found = plan.trials(overrides)
@@ -387,6 +390,7 @@ def test_the_grid_of_the_standardised_svm_goes_on_while_its_end_is_best(monkeypa
     assert found.accuracies[found.values.index(found.chosen)].mean() == found.accuracies.mean(1).max()
 
 
+@pytest.mark.slow
 def test_all_arms_share_the_compiled_network(images, tmp_path, monkeypatch):
     sizes = []
 
@@ -431,6 +435,7 @@ def test_mixing_on_the_device_is_that_of_timm():
     assert min(kept) < 0.1 < 0.9 < max(kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", [*plan.NETWORKS])
 def test_other_networks_train_with_mixing(images, tmp_path, monkeypatch, network):
     small = {"convnext": {"dims": [4, 4, 8, 64], "depths": [1, 1, 1, 1], "patch_size": 1}}

@@ -1,6 +1,7 @@
 """Losses that are not finite, broken images, full disks, too little memory: what a run does about them."""
 
 import math
+import multiprocessing
 import resource
 import signal
 import subprocess
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from grassy.distributed.processes import Process
 from grassy.runs.state import STATE, read_torch, save_state
 from grassy.runs.weights import LAST
 from grassy.train import loop, opening
 from grassy.train.loop import TrainingStopped, train
 from grassy.train.training_step import TrainingStep
-from grassy.train.trouble import NONFINITE
+from grassy.train.trouble import NONFINITE, trouble_explained
 from training_cases import tiny_arrays, tiny_folders, tiny_recipe, train_command, weights
 
 
@@ -184,3 +186,16 @@ def test_a_frozen_backbone_and_fine_tuning_need_weights(setting, tmp_path):
     with pytest.raises(ValueError, match=f"{setting}=true .* give --initial-checkpoint"):
         train(tiny_recipe(**{setting: True}), tiny_arrays(tmp_path / "data"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_pipe_that_a_dead_worker_leaves_behind_is_explained_and_other_lost_connections_are_not(tmp_path):
+    process = Process(torch.device("cpu"))
+    receiver, sender = multiprocessing.Pipe()
+    sender.close()
+    with (
+        pytest.raises(TrainingStopped, match=r"a process that prepares images has died .*there is no checkpoint yet"),
+        trouble_explained(tiny_recipe(), process, tmp_path),
+    ):
+        receiver.recv()
+    with pytest.raises(ConnectionResetError), trouble_explained(tiny_recipe(), process, tmp_path):
+        raise ConnectionResetError("a download")

@@ -1,6 +1,7 @@
 """Why a run cannot go on, in one sentence that says where its last good checkpoint is."""
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,9 +30,10 @@ def trouble_explained(recipe: Recipe, process: Process, output: Path) -> Iterato
     """Raise TrainingStopped, with advice, if memory runs out, or a worker or another process of the run dies."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
-        reason = (str(error).splitlines() or [""])[0][:120]
-        if "DataLoader worker" in str(error):  # torch raises it wherever the main process is
+    except (RuntimeError, MemoryError, ConnectionError, EOFError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        # torch raises the first wherever the main process is; the second comes from a pipe that the worker filled.
+        if "DataLoader worker" in str(error) or (not isinstance(error, RuntimeError) and _came_from_a_pipe(error)):
             raise TrainingStopped(
                 f"a process that prepares images has died ({reason.strip(' .')}): if memory ran out, fewer workers "
                 f"need less; {last_good(output)}"
@@ -46,6 +48,12 @@ def trouble_explained(recipe: Recipe, process: Process, output: Path) -> Iterato
             f"out of memory with {size} images of {recipe.img_size} pixels at a time on {process.device}: lower "
             f"batch_size, or raise grad_accum_steps, which keeps the batch; {last_good(output)} ({reason})"
         ) from error
+
+
+def _came_from_a_pipe(error: BaseException) -> bool:
+    """Whether an error was raised while something was received from another process of this machine."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any("multiprocessing" in Path(frame.filename).parts for frame in frames)
 
 
 def stop_if_not_finite(run: Run) -> None:
