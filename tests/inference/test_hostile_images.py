@@ -47,6 +47,16 @@ def test_a_dangling_link_a_fifo_and_postscript_do_not_stop_a_folder(checkpoint, 
     assert found["script.jpg"] == "not an image that Pillow knows"
 
 
+def test_nor_do_they_stop_the_command(checkpoint, tmp_path, capsys):
+    folder = tmp_path / "images"
+    write_image(folder / "good.png")
+    (folder / "dangling.png").symlink_to(tmp_path / "nowhere")
+    assert main(["predict", str(folder), "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out.csv")]) == 0
+    with open(tmp_path / "out.csv", newline="") as file:
+        errors = {os.path.basename(row["path"]): row["error"] for row in csv.DictReader(file)}
+    assert errors == {"good.png": "", "dangling.png": "No such file or directory"}
+
+
 def test_cells_that_begin_as_a_formula_are_made_harmless(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = ("=1+1", "+a", "-b", "@c", "-5", "cat")

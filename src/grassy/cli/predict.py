@@ -25,10 +25,10 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from grassy.inference.predict import check_output, find_images, predict, write_predictions
+    from grassy.inference.predict import check_output, find_images, predict_files, write_predictions
 
     check_output(args.output)
     files = find_images(args.images)
-    predictions = predict(args.checkpoint, files, args.topk, args.batch_size, args.device)
+    predictions = predict_files(args.checkpoint, files, args.topk, args.batch_size, args.device)
     if write_predictions(predictions, args.output, total=len(files)) == len(files):
         raise ValueError("none of the images could be read")

@@ -60,10 +60,20 @@ def predict(
     What is wrong with the arguments raises here, before the first prediction. An image that cannot be read is a
     prediction with an error, and the others go on.
     """
+    return predict_files(checkpoint, find_images(paths), topk, batch_size, device)
+
+
+def predict_files(
+    checkpoint: str | os.PathLike[str],
+    files: Sequence[Path],
+    topk: int = 5,
+    batch_size: int = 64,
+    device: torch.device | str | None = None,
+) -> Iterator[Prediction]:
+    """`predict` for what `find_images` found, which need not be readable."""
     for name, value in (("topk", topk), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    files = find_images(paths)
     chosen = device if isinstance(device, torch.device) else find_device(device or "auto")
     weights = weights_file(Path(checkpoint))
     description = read_description(weights)
