@@ -1,7 +1,12 @@
-"""Two processes on one machine: the same weights as one process with the same batch."""
+"""Two processes on one machine: the same weights as one process with the same batch, and what if one of them dies."""
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,14 +21,50 @@ from training_cases import tiny_arrays, tiny_recipe
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-def torchrun(folder, recipe, data, output, *settings):
+def torchrun_command(folder, recipe, data, output, *settings):
     file = folder / f"{output.name}.yaml"
     file.write_text(yaml.safe_dump(recipe.to_dict()))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = ["-m", "grassy", "train", str(file), "--data-dir", str(data), "--output", str(output), *settings]
-    run = subprocess.run([*launch, *words], capture_output=True, text=True)
+    return [*launch, "-m", "grassy", "train", str(file), "--data-dir", str(data), "--output", str(output), *settings]
+
+
+def torchrun(folder, recipe, data, output, *settings):
+    run = subprocess.run(torchrun_command(folder, recipe, data, output, *settings), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run
+
+
+def process_of_rank(rank, parent):
+    """The process that torchrun, `parent`, has started for a rank."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            its_parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if its_parent == parent and f"RANK={rank}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                return int(folder.name)
+    raise LookupError(f"no process of rank {rank} below {parent}")
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_when_torchrun_loses_a_process_nobody_hangs_and_nothing_saved_is_lost(tmp_path, rank):
+    recipe, data = tiny_recipe(checkpoint_interval=1e-9, epochs=30), tiny_arrays(tmp_path / "data")
+    run = tmp_path / "run"
+    command = torchrun_command(tmp_path, recipe, data, run, "--resume", "auto")
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            while not (run / STATE).exists():
+                assert launcher.poll() is None
+                time.sleep(0.05)
+            os.kill(process_of_rank(rank, launcher.pid), signal.SIGKILL)
+            launcher.communicate(timeout=60)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 1
+    assert read_torch(run / STATE)["progress"]["epoch"] < 30  # it was killed before its end
+    torchrun(tmp_path, recipe, data, run, "--resume", "auto")
+    torchrun(tmp_path, recipe, data, tmp_path / "whole")
+    ends, expected = read_weights(run / LAST), read_weights(tmp_path / "whole" / LAST)
+    assert all(torch.equal(ends[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(
