@@ -25,6 +25,8 @@ SOURCE = Path(__file__).with_name("step.cu")
 STREAM_SOURCE = SOURCE.with_name("stream.cu")
 #: Heads that one launch takes.
 HEADS = 32
+#: The largest K.
+MOST_ROWS = 32
 #: Of gradients and momenta.
 TYPES = (torch.float32, torch.bfloat16)
 #: Up to this K two classes are taken together, if they fit: tensor cores work on 8 rows at least.
@@ -81,7 +83,7 @@ STREAMED = Plan(32, 32, 1, 32, 8, 1)
 
 def plan(k: int, n: int, capability: tuple[int, int]) -> Plan | None:
     """How to launch the kernel for classes of K x N; None if it does not take them."""
-    if k > 32 or capability < (8, 0):
+    if k > MOST_ROWS or capability < (8, 0):
         return None
     together = _plan(k, n, 2, capability) if k <= PAIRED_K else None
     return together or _plan(k, n, 1, capability)
@@ -120,9 +122,13 @@ def supports(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None, optio
     if grad.dtype not in TYPES or momentum.dtype not in TYPES or not momentum.is_contiguous():
         return "it supports gradients and contiguous momenta in float32 and bfloat16"
     _, k, n = weight.shape
-    chosen = plan(k, n, torch.cuda.get_device_capability(weight.device))
+    if k > MOST_ROWS:
+        return f"it supports k up to {MOST_ROWS}"
+    capability = torch.cuda.get_device_capability(weight.device)
+    chosen = plan(k, n, capability)
     if chosen is None:
-        return f"classes of {k} x {n} are too large for it, or the GPU is too old"
+        old = capability < (8, 0)
+        return "it needs an Ampere GPU or newer" if old else f"classes of {k} x {n} do not fit into shared memory"
     reason = _failure(chosen, grad.dtype == torch.bfloat16, momentum.dtype == torch.bfloat16, weight.device)
     if reason and torch.cuda.is_current_stream_capturing():
         _failure.cache_clear()  # a module cannot always be loaded while a graph is captured: ask again afterwards
