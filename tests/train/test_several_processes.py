@@ -29,7 +29,8 @@ def torchrun_command(folder, recipe, data, output, *settings):
 
 
 def torchrun(folder, recipe, data, output, *settings):
-    run = subprocess.run(torchrun_command(folder, recipe, data, output, *settings), capture_output=True, text=True)
+    command = torchrun_command(folder, recipe, data, output, *settings)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     return run
 

@@ -24,6 +24,9 @@ __all__ = ["Position", "TrainingStopped", "train"]
 
 #: How often several processes tell each other whether to stop or to save, in updates.
 AGREE_EVERY = 10
+#: The last run of several processes. Freed while threads of gloo still let go of tensors, DDP's reducer would wait for
+#: them with the GIL that they wait for, and the process would hang after a good run.
+_LAST_RUN: list[Run] = []
 
 
 def train(
@@ -40,6 +43,8 @@ def train(
         trouble_explained(recipe, process, output),
         opened_run(recipe, data_dir, output, resume, process, quiet) as (run, steps, checkpoints, reporter),
     ):
+        if process.world_size > 1:
+            _LAST_RUN[:] = [run]
         if run.position.epoch < recipe.epochs:
             train_epochs(run, steps, checkpoints, reporter)
         else:
