@@ -8,6 +8,7 @@ import pytest
 import grassy
 from grassy import cli
 from grassy.demo import experiment as demo
+from grassy.runs.recipe import run_name
 
 DEMO = "pip install -c constraints.txt -e '.[demo]' in the source of grassy"
 COMMANDS = ("demo", "train", "validate", "predict", "export", "transfer", "analyze", "report", "recipes")
@@ -187,3 +188,18 @@ def test_a_process_of_torchrun_ends_at_once_with_all_it_said(words, code):
 def test_a_setting_that_is_given_as_a_flag_and_as_a_pair_is_refused(capsys):
     assert cli.main(["train", "cifar100-resnet18-linear", "batch_size=4", "--batch-size", "8"]) != 0
     assert "batch_size is given twice, as --batch-size and as batch_size=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("digits-grassmann", "digits-grassmann"),
+        ("mine.yaml", "mine"),
+        ("runs/first.v2", "first.v2"),
+        ("runs/first.v2/args.yaml", "first.v2"),
+    ],
+)
+def test_a_run_is_called_as_its_recipe_or_as_the_run_whose_recipe_it_repeats(recipe, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first.v2").mkdir(parents=True)
+    assert run_name(recipe) == name

@@ -12,7 +12,7 @@ from grassy.runs.folder import RunFolder
 def test_a_worker_that_outlives_a_killed_process_does_not_keep_its_folder(tmp_path):
     first, second = RunFolder(tmp_path), RunFolder(tmp_path)
     first.claim()
-    with pytest.raises(ValueError, match="another process is training into"):
+    with pytest.raises(ValueError, match="another process is writing to"):
         second.claim()
     here, there = os.pipe()
     child = os.fork()

@@ -214,7 +214,7 @@ def test_two_runs_cannot_write_to_one_folder(tmp_path):
 
     data = tiny_arrays(tmp_path / "data")
     first = opened_run(tiny_recipe(), data, tmp_path / "run", "", Process(torch.device("cpu")), quiet=True)
-    with first, pytest.raises(ValueError, match="another process is training into"):
+    with first, pytest.raises(ValueError, match="another process is writing to"):
         train(tiny_recipe(), data, tmp_path / "run", quiet=True)
     train(tiny_recipe(), data, tmp_path / "run", quiet=True)
 

@@ -15,6 +15,7 @@ from grassy.data.images import ArrayImages
 from grassy.data.loader import Failure
 from grassy.inference.feature_models import FeatureModel
 from grassy.inference.features import Features
+from grassy.runs.atomic import TEMPORARY
 from grassy.train.loop import train
 from grassy.transfer import datasets, protocol, table
 from grassy.transfer.datasets import MissingData, open_set
@@ -140,6 +141,28 @@ def test_what_cannot_be_done_is_one_line(run, tmp_path, capsys):
     tiny_arrays(tmp_path / "few", images=6, classes=3)
     assert main(["transfer", "--checkpoint", str(run), "--datasets", str(tmp_path / "few"), *data]) == 2
     assert "every class needs at least folds=5 samples" in capsys.readouterr().err
+
+
+def test_what_was_measured_is_on_the_disk_when_a_later_measurement_stops_everything(run, tmp_path, monkeypatch):
+    """And what an earlier crash left behind is gone."""
+    output, data = tmp_path / "out", tiny_arrays(tmp_path / "data" / "pets", images=60, classes=2).parent
+    (output / "features").mkdir(parents=True)
+    torn = [output / f"{TEMPORARY}left", output / "features" / f"{TEMPORARY}left"]
+    for file in torn:
+        file.write_bytes(b"half of a file")
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(protocol.METHODS, "knn", killed)
+    words = ["transfer", "--checkpoint", str(run), "--datasets", "pets", "--data-dir", str(data), "--workers", "0"]
+    assert main([*words, "--output", str(output), "--methods", "svm", "knn"]) == 130
+    assert [row["method"] for row in csv.DictReader((output / "transfer.csv").open())] == ["svm"]
+    whole = json.loads((output / "transfer.json").read_text())
+    assert (len(whole["results"]), whole["finished"]) == (1, False)
+    assert not any(file.exists() for file in torn)
+    assert main([*words, "--output", str(output), "--methods", "svm"]) == 0
+    assert json.loads((output / "transfer.json").read_text())["finished"]
 
 
 def test_the_papers_figures_stand_beside_those_of_its_recipes(run):

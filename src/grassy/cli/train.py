@@ -30,7 +30,7 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from grassy.runs.recipe import load_recipe
+    from grassy.runs.recipe import load_recipe, run_name
     from grassy.train.loop import TrainingStopped, train
 
     flags = ("seed", "epochs", "batch_size", "lr", "workers", "initial_checkpoint")
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         if any(setting.startswith(f"{name}=") for setting in args.settings):
             raise ValueError(f"{name} is given twice, as --{name.replace('_', '-')} and as {name}=")
     recipe = load_recipe(args.recipe, args.settings, given)
-    output = args.output or Path("runs") / Path(args.recipe).stem
+    output = args.output or Path("runs") / run_name(args.recipe)
     try:
         state = train(recipe, args.data_dir, output, args.resume, args.device)
     except TrainingStopped as error:

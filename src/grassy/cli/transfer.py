@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> None:
     from grassy.distributed.processes import find_device
     from grassy.inference.feature_models import open_model
     from grassy.precision import amp_dtype
+    from grassy.runs.atomic import remove_torn_files
+    from grassy.runs.folder import RunFolder
     from grassy.runs.recipe import Recipe
     from grassy.runs.records import environment
     from grassy.transfer import protocol, table
@@ -43,21 +45,28 @@ def run(args: argparse.Namespace) -> None:
     device = find_device(args.device)
     dtype = amp_dtype(Recipe(amp=args.amp).amp, device)
     models = [open_model(source, device) for source in dict.fromkeys(args.checkpoint)]
-    report = protocol.transfer(
-        models,
-        list(dict.fromkeys(args.datasets)),
-        args.data_dir,
-        args.cache or args.output / "features",
-        device,
-        methods=args.methods,
-        seed=args.seed,
-        backend=args.backend,
-        say=lambda text: print(text, file=sys.stderr, flush=True),
-        batch_size=args.batch_size,
-        workers=args.workers,
-        amp_dtype=dtype,
-    )
-    table.save(report, args.output, environment(device))
+    facts = environment(device)
+    folder = RunFolder(args.output)
+    folder.claim()  # so that what earlier processes were writing is nobody's now
+    remove_torn_files(args.output / "features")
+    try:
+        report = protocol.transfer(
+            models,
+            list(dict.fromkeys(args.datasets)),
+            args.data_dir,
+            args.cache or args.output / "features",
+            device,
+            methods=args.methods,
+            seed=args.seed,
+            backend=args.backend,
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+            keep=lambda report: table.save(report, args.output, facts),
+            batch_size=args.batch_size,
+            workers=args.workers,
+            amp_dtype=dtype,
+        )
+    finally:
+        folder.release()
     print(table.render(report, table.group_by_recipe(models)))
     for what, reason in report.failed.items():
         print(f"not measured: {what}: {reason}")

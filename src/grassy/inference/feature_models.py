@@ -13,6 +13,7 @@ from torch import nn
 
 from grassy.inference.load import load
 from grassy.models import import_timm
+from grassy.runs.paper_row import paper_row
 from grassy.runs.weights import read_description, weights_file
 from grassy.spelling import nearest
 
@@ -55,7 +56,7 @@ def open_model(source: str, device: torch.device | str = "cpu", pretrained: bool
         mean=about.mean,
         std=about.std,
         fingerprint=file_digest(path),
-        recipe=about.recipe,
+        recipe={**about.recipe, "paper": paper_row(about)} if about.recipe else {},
     )
 
 

@@ -24,6 +24,7 @@ from grassy.report.analyze import ANALYSIS, analyze, open_split, read_analysis
 from grassy.report.classes import SCALARS
 from grassy.report.samples import BUDGET, sample_images
 from grassy.runs.atomic import write_atomically
+from grassy.runs.paper_row import paper_row
 from grassy.runs.records import SUMMARY
 from grassy.runs.schema import MOST_DESCRIPTION, read_text
 from grassy.runs.weights import read_description, weights_file
@@ -112,7 +113,7 @@ def open_run(run: Path, name: str, data_dir: Path | None, split: str | None, dev
             images = open_split(about, data_dir, measured)[0] or images
         room = MOST_CHARACTERS - len(json.dumps(analysis))
         samples = sample_images(images, about.num_classes, budget=min(BUDGET, room))
-    return PageRun(name, analysis, read_curves(file.parent / SUMMARY), samples, of_paper(about.recipe or {}))
+    return PageRun(name, analysis, read_curves(file.parent / SUMMARY), samples, of_paper({"paper": paper_row(about)}))
 
 
 def of_paper(recipe: Mapping[str, Any]) -> dict[str, float]:

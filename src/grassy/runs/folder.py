@@ -52,7 +52,7 @@ class RunFolder:
             except OSError:
                 os.close(self._lock)
                 self._lock = None
-                raise ValueError(f"another process is training into {self.path}") from None
+                raise ValueError(f"another process is writing to {self.path}") from None
         remove_torn_files(self.path)
 
     def release(self) -> None:

@@ -26,6 +26,12 @@ LONGEST_WARMUP = 0.25
 ARGS = "args.yaml"
 #: How many bases may stand behind a recipe, one after the other.
 MOST_BASES = 20
+#: What a run of a paper's row may have of its own: how and where it runs, and by what name its data is opened.
+NOT_OF_A_ROW = {
+    *("description", "paper", "seed", "num_classes", "dataset", "train_split", "val_split", "grad_accum_steps", "amp"),
+    *("channels_last", "torchcompile", "sync_bn", "loader", "workers", "val_batch_size", "val_interval"),
+    *("checkpoint_interval", "nonfinite", "model_ema_warmup"),
+}
 
 
 @dataclass(frozen=True)
@@ -40,17 +46,22 @@ class Recipe:
     model: str = "resnet50d"  # any name timm knows
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     head: dict[str, Any] = field(default_factory=lambda: {"name": "linear"})  # its name and its options
+    k_share: float = 1.0  # the most that head.k may be of the width of the features; in narrow models it is lowered
     num_classes: int | None = None  # None: as many as the data has
     drop_path: float = 0.0
     drop_before_head: bool = True  # False removes the model's own dropout in front of the classifier
     initial_checkpoint: str = ""  # weights to start from; a classifier of another kind or size is left out
-    finetune: bool = False  # such weights must be given
+    pretrained: bool = False  # timm's weights to start from, out of its cache or the network
+    finetune: bool = False  # weights to start from must be given
     freeze: bool = False  # train the head alone, on such weights
 
     # --- the data
     dataset: str = ""  # a timm reader ("torch/cifar100", "hfds/...", "wds/..."), "digits", or "" for files
     train_split: str = "train"
     val_split: str = "validation"
+    val_fraction: float = 0.0  # to hold out for validation, of images that are not split: a folder of class folders
+    val_seed: int = 0  # which images those are; another `seed` keeps them
+    preparation: str = "recipe"  # "weights": what is not given of the next six fields is that of the first weights
     img_size: int = 224
     test_size: int | None = None  # None: as in training
     crop_pct: float = 0.875  # of the test image: test_size / crop_pct is what the short side is resized to
@@ -103,6 +114,7 @@ class Recipe:
     min_lr: float = 0.0
     model_ema: bool = False
     model_ema_decay: float = 0.9999
+    model_ema_warmup: bool = True  # a shorter memory at first, so that a short run forgets its first weights
 
     # --- how to run it
     seed: int = 0
@@ -136,7 +148,13 @@ class Recipe:
     def changed(self, changes: Mapping[str, Any]) -> "Recipe":
         """The recipe with some fields changed; mappings are merged, and "head.k" is the k of the head."""
         before = dataclasses.asdict(self)
-        return Recipe(**_schedule_follows(before, _merged(before, changes), changes))
+        after = _schedule_follows(before, _merged(before, changes), changes)
+        return Recipe(**_still_described(before, after, changes))
+
+    def differences(self, other: "Recipe") -> list[str]:
+        """Fields in which two recipes differ, those aside in which runs of one row of the paper may differ."""
+        free = NOT_OF_A_ROW | ({"initial_checkpoint"} if self.finetune or self.freeze else set())
+        return [name for name in vars(self) if name not in free and getattr(self, name) != getattr(other, name)]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, numbers and strings, as YAML and JSON have them."""
@@ -144,6 +162,10 @@ class Recipe:
 
 
 HINTS: dict[str, Any] = typing.get_type_hints(Recipe)
+DEFAULTS: dict[str, Any] = {
+    f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+    for f in dataclasses.fields(Recipe)
+}
 #: As others call them.
 ALIASES = {"learning_rate": "lr", "optimizer": "opt", "scheduler": "sched", "wd": "weight_decay", "bs": "batch_size"}
 
@@ -162,8 +184,17 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = (), fields: Mapping
         _add(changes, key.strip(), parse_yaml(value, override))
     settings, said = (_merged(_merged(start, changes), fields or {}) for start in (before, {}))
     if _fetches(settings) and not _fetches(said) and not _is_packaged(name):
-        raise ValueError(f"{name}: weights are fetched only if you say so yourself: give model_kwargs.pretrained=true")
-    return Recipe(**_schedule_follows(before, settings, {*changes, *(fields or {})}))
+        raise ValueError(f"{name}: weights are fetched only if you say so yourself: give pretrained=true")
+    given = {*changes, *(fields or {})}
+    return Recipe(**_still_described(before, _schedule_follows(before, settings, given), given))
+
+
+def run_name(name: str | Path) -> str:
+    """What a run of a recipe is called: as the recipe, or as the run whose recipe it is."""
+    path = Path(name)
+    if path.name == ARGS:
+        return path.resolve().parent.name
+    return path.resolve().name if path.is_dir() else path.stem
 
 
 def saved_recipe(values: Mapping[str, Any]) -> Recipe:
@@ -177,7 +208,24 @@ def saved_recipe(values: Mapping[str, Any]) -> Recipe:
 def _fetches(settings: Mapping[str, Any]) -> bool:
     """Whether timm would fetch weights for the model."""
     options = settings.get("model_kwargs")
-    return isinstance(options, dict) and bool(options.get("pretrained"))
+    return bool(settings.get("pretrained")) or (isinstance(options, dict) and bool(options.get("pretrained")))
+
+
+def _still_described(before: Mapping[str, Any], after: dict[str, Any], given: Container[str]) -> dict[str, Any]:
+    """Settings without the description and the paper's row, unless these are given, if they say something else now."""
+    settings = ({**DEFAULTS, **each} for each in (before, after))
+    old, new = ({name: value for name, value in each.items() if name not in NOT_OF_A_ROW} for each in settings)
+    if old.get("finetune") or old.get("freeze"):  # begins with weights that everyone has to give
+        old.pop("initial_checkpoint"), new.pop("initial_checkpoint")
+    same = _as_lists(old) == _as_lists(new)
+    return after if same else {k: v for k, v in after.items() if k in given or k not in ("description", "paper")}
+
+
+def _as_lists(value: Any) -> Any:
+    """Plain values, with lists for tuples."""
+    if isinstance(value, Mapping):
+        return {key: _as_lists(item) for key, item in value.items()}
+    return [_as_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _add(changes: dict[str, Any], key: str, value: Any) -> None:

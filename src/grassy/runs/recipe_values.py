@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "retraction": ("geodesic", "qf"),
     "transport": ("projection", "parallel"),
     "remode": ("const", "rand", "pixel"),
+    "preparation": ("recipe", "weights"),
     "interpolation": INTERPOLATIONS,
 }
 
@@ -40,9 +41,9 @@ NONNEGATIVE: tuple[str, ...] = (
     "workers",
     "padding",
 )
-NONNEGATIVE += ("mixup", "cutmix", "color_jitter", "seed", "checkpoint_interval")
+NONNEGATIVE += ("mixup", "cutmix", "color_jitter", "seed", "val_seed", "checkpoint_interval")
 PROBABILITIES = ("hflip", "reprob", "smoothing", "drop_path", "mixup_prob", "mixup_switch_prob")
-FACTORS = ("layer_decay", "decay_rate")
+FACTORS = ("layer_decay", "decay_rate", "k_share")
 #: Beyond this a value is a slip of the hand, and would take memory or time without end.
 MOST: dict[str, int] = {
     **dict.fromkeys(("epochs", "val_interval", "warmup_epochs", "aug_repeats"), 10**6),
@@ -77,9 +78,10 @@ def check_values(recipe: "Recipe") -> None:
         require([name], float(most).__ge__, f"be at most {most}")
     require(["decay_milestones"], lambda value: len(value) <= 1000, "be at most 1000 numbers")
     require(["aa"], _is_modest, f"be a policy of timm without numbers beyond {MOST_AUGMENTATION} (n: 100)")
-    require(["seed"], lambda value: value < 2**63, "be less than 2**63")
+    require(["seed", "val_seed"], lambda value: value < 2**63, "be less than 2**63")
     require(PROBABILITIES, lambda value: 0 <= value <= 1, "lie between 0 and 1")
     require(FACTORS, lambda value: 0 < value <= 1, "lie in (0, 1]")
+    require(["val_fraction"], lambda value: 0 <= value < 1, "lie in [0, 1)")
     require(["crop_pct"], lambda value: value >= LEAST_CROP, f"be at least {LEAST_CROP}")
     require(["model_ema_decay"], lambda value: 0 <= value < 1, "lie in [0, 1)")
     require(["clip_grad"], lambda value: value > 0, "be positive")

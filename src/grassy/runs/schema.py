@@ -202,6 +202,8 @@ DESCRIPTION: dict[str, Check] = {
     "epoch": or_none(integer(0, 2**63)),
     "metrics": _metrics,
     "version": text(200),
+    "outlier_threshold": or_none(number(0, 1)),
+    "outlier_rate": or_none(number(0, 1)),
 }
 
 

@@ -38,6 +38,9 @@ class Description:
     epoch: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     version: str = ""
+    #: An image whose outlier score is above this is flagged; so are `outlier_rate` of the validation images.
+    outlier_threshold: float | None = None
+    outlier_rate: float | None = None
 
 
 def save_weights(weights: nn.Module | Mapping[str, Tensor], description: Description, path: Path) -> None:

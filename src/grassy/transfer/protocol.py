@@ -62,6 +62,7 @@ class Report:
     results: list[Result] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # by "model, data set" or "model, data set, method"
+    finished: bool = False  # whether all that was asked for has been tried
 
 
 def check_methods(methods: Sequence[str]) -> None:
@@ -81,13 +82,15 @@ def transfer(
     seed: int = 0,
     backend: str = "torch",
     say: Callable[[str], None] = lambda _: None,
+    keep: Callable[[Report], None] = lambda _: None,
     **extraction: Any,
 ) -> Report:
     """Run the protocol for all models and data sets; what is absent or fails is named, and the rest computed.
 
     Of models of one name, and of methods named twice, the first counts.
 
-    backend: of the SVM, "torch" or "sklearn". extraction: options of `features.extract`.
+    backend: of the SVM, "torch" or "sklearn". keep: is called with the report after each result, so that none is lost
+    to whatever stops the next. extraction: options of `features.extract`.
     """
     check_methods(methods)
     report = Report()
@@ -133,7 +136,10 @@ def transfer(
                     fail(f"{what}, {method}", error)
                     continue
                 report.results.append(result)
+                keep(report)
                 say(line(result))
+    report.finished = True
+    keep(report)
     if not report.results:
         reasons = [f"{what}: {reason}" for what, reason in report.failed.items()]
         raise ValueError("; ".join(reasons) or "no models to measure")

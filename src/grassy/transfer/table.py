@@ -36,7 +36,7 @@ COLUMNS = (
 
 
 def save(report: Report, folder: Path, facts: dict[str, Any]) -> None:
-    """transfer.csv, a line a result, and transfer.json, with what was missing or failed as well."""
+    """transfer.csv, one line per result, and transfer.json, with what was missing or failed as well."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -51,7 +51,8 @@ def save(report: Report, folder: Path, facts: dict[str, Any]) -> None:
         writer.writerow({**result.to_dict(), **spread, **names})
     write_atomically(folder / "transfer.csv", lambda file: file.write(text.getvalue().encode()))
     results = [result.to_dict() for result in report.results]
-    whole = {**facts, "results": results, "missing": report.missing, "failed": report.failed}
+    whole = {**facts, "finished": report.finished, "results": results}
+    whole |= {"missing": report.missing, "failed": report.failed}
     write_atomically(folder / "transfer.json", lambda file: file.write(json.dumps(whole, indent=1).encode()))
 
 
