@@ -316,7 +316,7 @@ def test_options_are_given_by_name(name):
 def test_the_options_of_a_grassmann_head_are_what_it_has_become():
     head = create_head("grassmann", N, C, k=4, gamma="auto")
     assert describe(head)["gamma"] == head.gamma
-    head.load_state_dict(create_head("grassmann", N, C, k=[1, 2, 3, 4, 2]).state_dict())
+    head.load_state_dict(create_head("grassmann", N, C, k=[1, 2, 3, 4, 2], gamma=head.gamma).state_dict())
     assert head.options["k"] == [1, 2, 3, 4, 2]
     with torch.no_grad():
         head.weight[:, 3] = 0

@@ -63,7 +63,7 @@ def test_it_is_the_plain_head_on_standardised_features(name):
     norm = nn.BatchNorm1d(N, affine=False).eval()
     norm.load_state_dict(head.batch_norm.state_dict())
     plain = create_head(name, N, C, **({"k": 3} if name == "grassmann" else {})).eval()
-    plain.load_state_dict({key: value for key, value in head.state_dict().items() if "batch_norm" not in key})
+    plain.load_state_dict(dict(head.named_parameters()))
     x = skewed(B)
     assert torch.allclose(head(x), plain(norm(x)), atol=1e-5)
     assert torch.allclose(head.scores(x), plain.scores(norm(x)), atol=1e-5)
@@ -179,7 +179,7 @@ def test_it_is_saved_loaded_reset_and_built_on_the_meta_device(name):
     assert (other.batch_norm.running_var == 1).all()
     other.load_state_dict(head.state_dict())
     assert torch.equal(other(x), head(x))
-    with pytest.raises(RuntimeError, match="batch_norm"):
+    with pytest.raises((RuntimeError, ValueError), match="batch_norm" if name == "linear" else "standardize is 1e-05"):
         create_head(name, N, C, **options).load_state_dict(head.state_dict())
     assert "standardize=True" in repr(head)
 
@@ -264,7 +264,7 @@ def test_a_run_saves_resumes_exports_and_is_fine_tuned_with_its_statistics(tmp_p
     train(frozen, data, tmp_path / "tuned")
     before, after = weights(tmp_path / "run"), weights(tmp_path / "tuned")
     changed = {key for key in before if not torch.equal(before[key], after[key])}
-    assert changed == {key for key in before if key.startswith("head.")}
+    assert changed == {key for key in before if key.startswith("head.") and not key.endswith("_extra_state")}
 
 
 def test_subspaces_are_not_taken_over_without_the_statistics_that_belong_to_them(tmp_path):

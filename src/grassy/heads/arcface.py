@@ -19,6 +19,7 @@ class ArcFaceHead(Head):
     """
 
     takes_soft_targets = False
+    logit_options = ("scale",)  # the margin is for training alone
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from grassy.heads.request import Criterion, Inbox, LossRequest, recomputed
 from grassy.heads.standardize import standardization, standardized
+from grassy.heads.state import KEY, decode, difference, encode
 from grassy.kernels import autocasts
 
 
@@ -43,6 +44,8 @@ class Head(nn.Module):
     logits_use_target = True
     #: Whether no logit can be negative, which binary cross-entropy cannot work with.
     logits_are_nonnegative = False
+    #: Names of the options that change logits in evaluation for the same weights. They are part of the state.
+    logit_options: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -193,10 +196,51 @@ class Head(nn.Module):
         """The options that make such a head again, by name. Device and dtype are those of its weights."""
         return {"dropout": self.dropout, "standardize": self.batch_norm is not None}
 
+    def get_extra_state(self) -> Tensor:
+        """What its logits depend on besides its weights, for `state_dict`: see `grassy.heads.state`."""
+        return encode(self._logit_values())
+
+    def set_extra_state(self, state: Any) -> None:
+        """Raise a ValueError unless weights with this state have the same logits in this head."""
+        if wrong := difference(decode(state), self._logit_values()):
+            raise ValueError(
+                f"these weights are of a head with other options, which give other logits: {wrong}. Build the head "
+                f"with the same options, or remove {KEY!r} from the state_dict"
+            )
+
+    def _logit_values(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in self.logit_options}
+        fixed = {name: value for name, value in values.items() if not isinstance(value, nn.Parameter)}
+        # Of standardised features the ε that is added to the variance, too.
+        return {"head": type(self).__name__, "standardize": getattr(self.batch_norm, "eps", False), **fixed}
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = prefix + KEY
+        if key in state_dict and _has_extra_state(self):
+            self.set_extra_state(state_dict[key])  # before any weight is copied
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if key in missing_keys:  # weights that were saved before options were part of the state
+            missing_keys.remove(key)
+
     def extra_repr(self) -> str:
         shown = {"in_features": self.in_features, "num_classes": self.num_classes, **self.options}
         many = {name: f"{min(value)}..{max(value)}" for name, value in shown.items() if isinstance(value, list)}
         return ", ".join(f"{name}={value}" for name, value in {**shown, **many}.items() if value)
+
+
+def _has_extra_state(head: Head) -> bool:
+    return type(head).get_extra_state is not nn.Module.get_extra_state
 
 
 def with_classes_last(criterion: Criterion, logits: Tensor, target: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ class CosineHead(Head):
     """
 
     logits_use_target = False
+    logit_options = ("scale",)
 
     def __init__(
         self,

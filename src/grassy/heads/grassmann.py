@@ -45,6 +45,7 @@ class GrassmannHead(Head):
     subspace_names: tuple[str, ...] = ("weight",)
     logits_use_target = False
     logits_are_nonnegative = True
+    logit_options = ("gamma", "normalize")
     gamma: float | nn.Parameter
 
     def __init__(

@@ -11,6 +11,9 @@ class LinearHead(Head):
     """l_c = w_cᵀ x + b_c."""
 
     logits_use_target = False
+    # Its logits depend on nothing but its weights, so its state has the keys of nn.Linear and no more.
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ class SoftTripleHead(Head):
     """
 
     takes_soft_targets = False
+    logit_options = ("scale", "gamma")  # the others are for training alone
 
     def __init__(
         self,

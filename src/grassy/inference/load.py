@@ -3,10 +3,12 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from grassy.heads.state import options_in
 from grassy.models import create_model
 from grassy.runs.weights import Description, read_description, read_weights, weights_file
 
@@ -26,10 +28,11 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn
     _check_weights(weights, description, file)
     # Weights that training began with are none of the model's options: its own are in the file.
     options = {key: value for key, value in description.model_kwargs.items() if key != "pretrained"}
-    model = create_model(description.model, description.num_classes, description.head, options)
+    head = {**_options_with_weights(weights, file), **description.head}
+    model = create_model(description.model, description.num_classes, head, options)
     try:
         model.load_state_dict(weights)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise ValueError(f"{file} does not hold the weights that it describes: {error}") from None
     model.pretrained_cfg = model.default_cfg = {  # type: ignore[assignment]
         "architecture": description.model,
@@ -43,6 +46,16 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn
         "label_names": description.class_names,
     }
     return model.eval().to(device)
+
+
+def _options_with_weights(weights: Mapping[str, Tensor], file: Path) -> dict[str, Any]:
+    """Options of the head that are kept with its weights: a description that lacks them does not get the defaults."""
+    try:
+        found = next(iter(options_in(weights).values()), {})
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    options = {name: value for name, value in found.items() if name != "head"}
+    return {**options, "standardize": bool(options.get("standardize"))} if options else {}
 
 
 def _check_weights(weights: Mapping[str, Tensor], description: Description, file: Path) -> None:

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from grassy.heads import GrassmannHead, Head, heads_of
 from grassy.heads.gamma import automatic_gamma
+from grassy.heads.state import KEY, difference, options_in
 from grassy.models import create_model
 from grassy.runs.recipe import Recipe
 from grassy.runs.weights import read_weights
@@ -28,9 +29,7 @@ def build_model(recipe: Recipe, num_classes: int, say: Callable[[str], None] = l
     if not recipe.drop_before_head:
         _remove_dropout_before_head(model, recipe.model)
     if recipe.initial_checkpoint:
-        whole = start_from(model, Path(recipe.initial_checkpoint))
-        taken = "all of it" if whole else "its classifier does not fit, ours is new"
-        say(f"begins with {recipe.initial_checkpoint}: {taken}")
+        say(f"begins with {recipe.initial_checkpoint}: {start_from(model, Path(recipe.initial_checkpoint))}")
     if recipe.freeze:
         freeze_all_but_head(model)
     for head in heads_of(model):
@@ -83,13 +82,15 @@ def training_mode(model: nn.Module, frozen: bool) -> None:
             head.train()
 
 
-def start_from(model: nn.Module, path: Path) -> bool:
+def start_from(model: nn.Module, path: Path) -> str:
     """Load weights into all of the model but a classifier of another kind or size, which keeps its fresh ones.
 
-    Returns whether the classifier was loaded, too.
+    Returns in words what was loaded. Of a classifier with another gamma the weights are: it is trained on with its own.
     """
     weights = read_weights(path)
     own = model.state_dict()
+    saved_options, own_options = options_in(weights), options_in(own)  # of heads; older files have none
+    weights, own = _without_options(weights), _without_options(own)
     prefixes = {name for name, module in model.named_modules() if isinstance(module, Head)}
     in_head = {key for key in own if any(key.startswith(f"{prefix}.") for prefix in prefixes)}
     fits = {key: value for key, value in weights.items() if key in own and own[key].shape == value.shape}
@@ -102,10 +103,18 @@ def start_from(model: nn.Module, path: Path) -> bool:
     # Of a head all or nothing: a bias alone would be worse than a fresh start, and so would subspaces without the
     # statistics that their features were standardised by.
     unknown = {key for key in weights.keys() - own.keys() if any(key.startswith(f"{prefix}.") for prefix in prefixes)}
-    if other := bool(unknown or in_head - fits.keys()):
+    other_kind = any(saved["head"] != own_options.get(prefix, saved)["head"] for prefix, saved in saved_options.items())
+    if other := bool(unknown or in_head - fits.keys() or other_kind):
         fits = {key: value for key, value in fits.items() if key not in in_head}
     model.load_state_dict(fits, strict=False)
-    return not other
+    if other:
+        return "its classifier does not fit, ours is new"
+    changed = {difference(saved, own_options.get(prefix, {})) for prefix, saved in saved_options.items()} - {""}
+    return "all of it" + "".join(f", but {each}" for each in sorted(changed))
+
+
+def _without_options(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value for key, value in state.items() if key.split(".")[-1] != KEY}
 
 
 def _model_options(recipe: Recipe) -> dict[str, Any]:
