@@ -14,7 +14,7 @@ PACKAGE = Path(grassy.__file__).parent
 
 # A part may import the parts of earlier layers, and itself. Parts of one layer do not import each other.
 LAYERS = [
-    {"_version", "precision", "spelling", "subspaces", "terminal", "torchvision_import"},
+    {"_version", "precision", "shards", "spelling", "subspaces", "terminal", "torchvision_import"},
     {"geometry", "paper"},
     {"kernels"},
     {"heads", "optim"},
@@ -39,6 +39,7 @@ OPTIONAL = {
     *("onnx_ir", "onnxruntime", "onnxscript", "triton"),
     "torch.utils.tensorboard",  # needs the package tensorboard
     "grassy.kernels.triton",  # its modules need the package triton
+    *("torch.distributed.fsdp", "torch.distributed.tensor"),  # take a second to import, which one process need not wait
     "fcntl",  # part of Python, but not on Windows
 }
 LAZY = {

@@ -1,1 +1,7 @@
-"""One process of a run, or one of many."""
+"""One process of a run, or one of many; heads whose classes are divided over them."""
+
+from grassy.distributed.scaler import GradScaler
+from grassy.distributed.sharding import is_sharded, mesh, shard_head, whole
+from grassy.distributed.wrapping import wrap
+
+__all__ = ["GradScaler", "is_sharded", "mesh", "shard_head", "whole", "wrap"]

@@ -7,11 +7,13 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from grassy.heads.base import Head, HeadOptions, empty_parameter, init_like_linear, number, positive
-from grassy.heads.cosine import cosines
+from grassy.heads.base import HeadOptions, drawn_like_linear, empty_parameter, init_like_linear, number, positive
+from grassy.heads.cosine import cosines_of_units
+from grassy.heads.per_class import PerClassHead
+from grassy.kernels import unit
 
 
-class ArcFaceHead(Head):
+class ArcFaceHead(PerClassHead):
     """l_c = s cos θ_c, and in training l_y = s cos(θ_y + m) for the target class y.
 
     In training it needs the target: use `grassy.classification_loss`, or call it as `head(features, target)`.
@@ -41,22 +43,32 @@ class ArcFaceHead(Head):
         super().reset_parameters()
         init_like_linear(self.weight)
 
-    def cosines(self, features: Tensor) -> Tensor:
-        """The cosine of each feature and each class, (..., C)."""
-        return cosines(features, self.weight)
+    def rows(self, features: Tensor) -> Tensor:
+        return unit(features)
+
+    def cosines(self, rows: Tensor, *params: Tensor) -> Tensor:
+        """The cosine of each unit feature and each of some classes, (..., c)."""
+        return cosines_of_units(rows, *params)
+
+    def class_logits(self, rows: Tensor, target: Tensor | None, *params: Tensor) -> Tensor:
+        cosine = self.cosines(rows, *params)
+        if self.training and target is not None:
+            cosine = with_margin(cosine, target, self.margin)
+        return self.scale * cosine
+
+    def draw_classes(self, name: str, first: int, count: int, generator: torch.Generator) -> Tensor:
+        centers = self.weight.shape[1:-1].numel()
+        drawn = drawn_like_linear(count * centers, self.in_features, generator)
+        return drawn.reshape(count, *self.weight.shape[1:])
 
     def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
-        cosine = self.cosines(features)
-        if self.training:
-            if target is not None:
-                cosine = with_margin(cosine, target, self.margin)
-            elif not torch.compiler.is_compiling():
-                warnings.warn(
-                    f"{type(self).__name__} got no target in training, so it applies no margin: use "
-                    "grassy.classification_loss(model, inputs, target)",
-                    stacklevel=2,
-                )
-        return self.scale * cosine
+        if self.training and target is None and not torch.compiler.is_compiling():
+            warnings.warn(
+                f"{type(self).__name__} got no target in training, so it applies no margin: use "
+                "grassy.classification_loss(model, inputs, target)",
+                stacklevel=2,
+            )
+        return super().logits(features, target)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -69,6 +81,8 @@ def with_margin(cosine: Tensor, target: Tensor, margin: float) -> Tensor:
     Past θ = π − m, where cos(θ + m) would rise again, it goes on as cos θ − m sin m, which keeps falling.
     """
     target = target.unsqueeze(-1)
+    if cosine.shape[-1] == 0:  # a process without classes
+        return cosine
     valid = (target >= 0) & (target < cosine.shape[-1])
     index = target.where(valid, 0)
     own = cosine.gather(-1, index)

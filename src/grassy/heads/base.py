@@ -330,6 +330,11 @@ def init_like_linear(weight: Tensor) -> None:
         weight.uniform_(-bound, bound)
 
 
+def drawn_like_linear(rows: int, width: int, generator: torch.Generator) -> Tensor:
+    """Such a weight (rows, width), from a generator of its own, and where that is."""
+    return (2 * torch.rand(rows, width, generator=generator, device=generator.device) - 1) * width**-0.5
+
+
 def linear(features: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`nn.functional.linear` that takes features of another precision than the weight, as under autocast."""
     if not autocasts(features):

@@ -1,6 +1,5 @@
 """One subspace a class: the Grassmann class representation (paper, Section 4.1)."""
 
-import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -8,11 +7,12 @@ from typing import Any, Literal, Self, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from grassy import geometry, kernels
-from grassy.heads.base import Head, HeadOptions, check_booleans, empty_parameter, number, positive_integer
+from grassy import geometry, kernels, shards
+from grassy.heads.base import HeadOptions, check_booleans, empty_parameter, number, positive_integer
+from grassy.heads.cross_entropy import cross_entropy_options, one_loss
 from grassy.heads.gamma import automatic_gamma
+from grassy.heads.per_class import PerClassHead
 from grassy.heads.request import Criterion, LossRequest
 
 REPAIR_ABOVE = 1e-5
@@ -24,7 +24,7 @@ OFF_THE_MANIFOLD = (
 LOOK_AT = 1000
 
 
-class GrassmannHead(Head):
+class GrassmannHead(PerClassHead):
     """l_c = γ‖W_c x‖/‖x‖: how long the projection of the feature onto the subspace of class c is.
 
     `weight` (C, K, N) holds an orthonormal basis of each class subspace as rows. Train it with `RiemannianSGD` (which
@@ -63,15 +63,13 @@ class GrassmannHead(Head):
     ) -> None:
         super().__init__(in_features, num_classes, **options)
         check_booleans(normalize=normalize, learnable_gamma=learnable_gamma, riemannian=riemannian, fuse_loss=fuse_loss)
-        each: Any = k if _is_sequence(k) else [k] * num_classes
-        dims = [positive_integer("k", dim) for dim in each]
-        if len(dims) != num_classes:
-            raise ValueError(f"k must be one int or one for each of the {num_classes} classes, got {len(dims)} of them")
-        if max(dims) > in_features:
-            raise ValueError(f"k must lie between 1 and in_features = {in_features}, got {max(dims)}")
-        if max(dims) == in_features > 1:
+        dims = _dims(k, num_classes)
+        largest = max(dims) if isinstance(dims, list) else dims
+        if largest > in_features:
+            raise ValueError(f"k must lie between 1 and in_features = {in_features}, got {largest}")
+        if largest == in_features > 1:
             warnings.warn(
-                f"k = {max(dims)} is all of the feature space: such a class has the largest logit for every feature",
+                f"k = {largest} is all of the feature space: such a class has the largest logit for every feature",
                 stacklevel=2,
             )
         if isinstance(gamma, nn.Parameter):
@@ -91,7 +89,7 @@ class GrassmannHead(Head):
         self.gamma = empty_parameter(options) if learnable_gamma else gamma
         self.initial_gamma = gamma
         self._initial_dims = dims
-        self.weight = empty_parameter(options, num_classes, max(dims), in_features)
+        self.weight = empty_parameter(options, num_classes, largest, in_features)
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(_return_to_manifold)  # type: ignore[no-untyped-call]
 
@@ -99,21 +97,36 @@ class GrassmannHead(Head):
         """Uniformly random subspaces: the qf factor of a Gaussian matrix."""
         super().reset_parameters()
         w = self.weight
-        rows = torch.arange(w.shape[1], device=w.device)
-        present = rows < torch.tensor(self._initial_dims, device=w.device).unsqueeze(-1)
         if isinstance(self.gamma, nn.Parameter):
             nn.init.constant_(self.gamma, self.initial_gamma)
         with torch.no_grad():
-            w.copy_(geometry.random_subspace(*w.shape, dtype=w.dtype, device=w.device) * present.unsqueeze(-1))
+            drawn = geometry.random_subspace(*w.shape, dtype=w.dtype, device=w.device)
+            w.copy_(self._without_absent_rows(drawn, 0))
+
+    def draw_classes(self, name: str, first: int, count: int, generator: torch.Generator) -> Tensor:
+        shape = (count, *self.weight.shape[1:])
+        drawn = geometry.random_subspace(*shape, generator=generator, dtype=self.weight.dtype, device=generator.device)
+        return self._without_absent_rows(drawn, first)
+
+    def _without_absent_rows(self, drawn: Tensor, first: int) -> Tensor:
+        """Subspaces of the classes from `first` on with zero rows, if some have a smaller dimension than others."""
+        if not isinstance(self._initial_dims, list):
+            return drawn
+        dims = torch.tensor(self._initial_dims[first : first + len(drawn)], device=drawn.device)
+        present = torch.arange(drawn.shape[1], device=drawn.device) < dims.unsqueeze(-1)
+        return drawn * present.unsqueeze(-1)
 
     def train(self, mode: bool = True) -> Self:
         """As any module's; warns at the end of training if an ordinary optimizer took the subspaces off the manifold.
 
         Logits are no projections then, and such weights will not be loaded.
         """
-        whole = type(self.weight) is nn.Parameter and self.weight.ndim == 3  # not a shard, or a view of a flat one
-        if self.training and not mode and self.subspace_names and whole and not self.weight.is_meta:
-            error = float(geometry.orthonormality_error(self.weight.detach()[:LOOK_AT]))
+        w = shards.local(self.weight.detach())
+        whole = (
+            type(self.weight) is nn.Parameter or shards.is_sharded(self.weight)
+        ) and w.ndim == 3  # not a view of a flat one
+        if self.training and not mode and self.subspace_names and whole and not w.is_meta and w.shape[0]:
+            error = float(geometry.orthonormality_error(w[:LOOK_AT]))
             if not error <= REFUSE_ABOVE:
                 warnings.warn(
                     f"the rows of a GrassmannHead's weight are orthonormal only to {error:.2g}: {OFF_THE_MANIFOLD}",
@@ -123,29 +136,43 @@ class GrassmannHead(Head):
 
     @property
     def dims(self) -> Tensor:
-        """The dimension k_i of each class (C,), read off the weight."""
-        return geometry.present_rows(self.weight.detach()).sum(-1)
+        """The dimension k_i of each class (C,), or of each that this process holds, read off the weight."""
+        return geometry.present_rows(shards.local(self.weight.detach())).sum(-1)
+
+    def rows(self, features: Tensor) -> Tensor:
+        rows = kernels.unit(features) if self.normalize else features
+        # A gamma that is learned belongs to all classes, so it is applied to what they see.
+        return self.gamma * rows if isinstance(self.gamma, nn.Parameter) else rows
+
+    def class_logits(self, rows: Tensor, target: Tensor | None, *params: Tensor) -> Tensor:
+        gamma = 1.0 if isinstance(self.gamma, nn.Parameter) else self.gamma
+        (weight,) = params
+        return kernels.subspace_logits(rows, weight, gamma, normalize=False)
 
     def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
+        if self.is_sharded:
+            return super().logits(features, target)
         return kernels.subspace_logits(features, self.weight, self.gamma, normalize=self.normalize)
 
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
         """The criterion on the logits; if it is cross-entropy and `fuse_loss` is set, without the logits."""
-        options = _cross_entropy_options(criterion, target) if self.fuse_loss else None
-        if options is None:
+        options = cross_entropy_options(criterion, target) if self.fuse_loss else None
+        if self.is_sharded or not one_loss(options):
             return super().loss(features, target, criterion)
         features = self.prepare(features, target, criterion)
         return kernels.subspace_cross_entropy(
-            features, self.weight, target, self.gamma, normalize=self.normalize, **options
+            features, self.weight, target, self.gamma, normalize=self.normalize, **(options or {})
         )
 
     def has_own_loss(self) -> bool:
-        return self.fuse_loss or type(self).loss is not GrassmannHead.loss
+        return self.fuse_loss or self.is_sharded or type(self).loss is not GrassmannHead.loss
 
     def answers_with_loss(self, request: LossRequest) -> bool:
+        if type(self).loss is not GrassmannHead.loss:
+            return self.training
         # The fused loss must be that of the logits, which a model may average if it has several heads.
-        same = request.alone and _cross_entropy_options(request.criterion, request.target) is not None
-        return super().answers_with_loss(request) and (same or type(self).loss is not GrassmannHead.loss)
+        same = request.alone and one_loss(cross_entropy_options(request.criterion, request.target))
+        return same and (self.is_sharded or (self.training and self.fuse_loss))
 
     def outlier_score(self, features: Tensor) -> Tensor:
         """The part of a feature's energy that no class subspace holds, (...) in [0, 1]: 1 − max_c ‖W_c x‖²/‖x‖².
@@ -153,13 +180,22 @@ class GrassmannHead(Head):
         0 means that the feature lies in the subspace of a class; a zero feature has 1.
         """
         with torch.no_grad(), self.evaluating():
-            weight = self.weight if self.subspace_names else _with_the_same_projection(self.weight)
-            inside = kernels.subspace_logits(self.prepare(features), weight, 1.0)
-        return (1 - inside.amax(-1).square()).clamp(0, 1)
+            unit = kernels.unit(self.prepare(features))
+            rows = unit.to(kernels.product_dtype(unit, self.weight)) if self.is_sharded else unit
+            inside, _ = kernels.sharded_top(rows, self._lengths_inside, self.class_parameters(), self.shard, 1)
+        return (1 - inside.squeeze(-1).square()).clamp(0, 1)
+
+    def _lengths_inside(self, rows: Tensor, _: None, weight: Tensor) -> Tensor:
+        """The lengths (..., c) of the projections of unit features (..., N) onto the spans of some classes."""
+        weight = weight if self.subspace_names else _with_the_same_projection(weight)
+        return kernels.subspace_logits(rows, weight, 1.0, normalize=False)
 
     @property
     def options(self) -> dict[str, Any]:
-        dims = self._initial_dims if self.weight.is_meta else self.dims.tolist()
+        # Of a sharded weight, asking all processes would make them wait for each other.
+        known = self.weight.is_meta or shards.is_distributed(self.weight)
+        dims = self._initial_dims if known else self.dims.tolist()
+        dims = [dims] if isinstance(dims, int) else dims
         rows = self.weight.shape[1]  # of a weight that was loaded, no class may have all of them
         learnable = isinstance(self.gamma, nn.Parameter)
         return {
@@ -173,8 +209,14 @@ class GrassmannHead(Head):
         }
 
 
-def _is_sequence(k: Any) -> bool:
-    return hasattr(k, "__len__") and not isinstance(k, str) and getattr(k, "ndim", 1) > 0
+def _dims(k: Any, num_classes: int) -> int | list[int]:
+    """The dimension of all classes, or a list of those of each: 100 million equal ones would fill 800 MB."""
+    if not hasattr(k, "__len__") or isinstance(k, str) or getattr(k, "ndim", 1) == 0:
+        return positive_integer("k", k)
+    dims = [positive_integer("k", dim) for dim in k]
+    if len(dims) != num_classes:
+        raise ValueError(f"k must be one int or one for each of the {num_classes} classes, got {len(dims)} of them")
+    return dims
 
 
 def _with_the_same_projection(weight: Tensor) -> Tensor:
@@ -188,26 +230,6 @@ def _with_the_same_projection(weight: Tensor) -> Tensor:
     return ((vectors * scales.unsqueeze(-2)) @ vectors.mT @ exact).to(weight)
 
 
-def _cross_entropy_options(criterion: Criterion, target: Tensor) -> dict[str, Any] | None:
-    """The options of `kernels.subspace_cross_entropy` that make it this criterion, or None if there are none."""
-    options: dict[str, Any] | None = None
-    names = ("label_smoothing", "ignore_index", "reduction")
-    if criterion is F.cross_entropy:
-        options = {}
-    elif isinstance(criterion, functools.partial) and criterion.func is F.cross_entropy:
-        options = None if criterion.args else dict(criterion.keywords)
-    elif type(criterion) is nn.CrossEntropyLoss and criterion.weight is None:
-        options = {name: getattr(criterion, name) for name in names}
-    elif type(criterion).__module__.startswith("timm.loss"):
-        if type(criterion).__name__ == "LabelSmoothingCrossEntropy" and not target.is_floating_point():
-            options = {"label_smoothing": criterion.smoothing}  # type: ignore[attr-defined]
-        elif type(criterion).__name__ == "SoftTargetCrossEntropy" and target.is_floating_point():
-            options = {}
-    if options is None or not options.keys() <= set(names) or options.get("reduction") == "none":
-        return None
-    return options
-
-
 def _return_to_manifold(head: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Repair a loaded weight that is slightly off the manifold, and refuse one that is far off."""
     key = prefix + "weight"
@@ -216,13 +238,15 @@ def _return_to_manifold(head: nn.Module, state_dict: dict[str, Any], prefix: str
         return  # a missing key or a wrong shape: load_state_dict has its own message
     if not head.subspace_names:
         return  # not meant to be on the manifold
+    given, weight = weight, shards.local(weight)  # of a weight that is divided over processes, what is here
     empty = (~geometry.present_rows(weight).any(-1)).nonzero().flatten()
     if len(empty):
         raise ValueError(
             f"{key} is not a weight of subspaces: class {int(empty[0])} has no direction, its rows are zero"
             + (f", and so have {len(empty) - 1} others" if len(empty) > 1 else "")
         )
-    error = float(geometry.orthonormality_error(weight))
+    here = geometry.orthonormality_error(weight) if weight.shape[0] else weight.new_zeros(())
+    error = float(shards.largest_of_all(here, given))  # so that all processes agree
     # Rounding to half precision alone takes a weight this far.
     tolerance = max(REPAIR_ABOVE, 4 * torch.finfo(weight.dtype).eps)
     if not error <= REFUSE_ABOVE:
@@ -233,4 +257,5 @@ def _return_to_manifold(head: nn.Module, state_dict: dict[str, Any], prefix: str
     to_higher_precision = torch.finfo(weight.dtype).eps > torch.finfo(head.weight.dtype).eps  # type: ignore[arg-type]
     if error > tolerance or (to_higher_precision and error > REPAIR_ABOVE):
         warnings.warn(f"{key} was orthonormal only to {error:.2g}; it has been re-orthonormalised", stacklevel=2)
-        state_dict[key] = geometry.orthonormalize(weight.to(head.weight.dtype))  # type: ignore[arg-type]
+        repaired = geometry.orthonormalize(weight.to(head.weight.dtype))  # type: ignore[arg-type]
+        state_dict[key] = shards.with_local(given, repaired)

@@ -2,18 +2,21 @@
 
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor, nn
 
-from grassy.heads.base import Head, HeadOptions, check_booleans, empty_parameter, init_like_linear, linear
+from grassy.heads.base import HeadOptions, check_booleans, drawn_like_linear, empty_parameter, init_like_linear, linear
+from grassy.heads.per_class import PerClassHead
 
 
-class LinearHead(Head):
+class LinearHead(PerClassHead):
     """l_c = w_cᵀ x + b_c."""
 
     logits_use_target = False
     # Its logits depend on nothing but its weights, so its state has the keys of nn.Linear and no more.
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
+    class_names = ("weight", "bias")
 
     def __init__(
         self,
@@ -39,5 +42,13 @@ class LinearHead(Head):
     def options(self) -> dict[str, Any]:
         return {"bias": self.bias is not None, **super().options}
 
-    def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
-        return linear(features, self.weight, self.bias)
+    def rows(self, features: Tensor) -> Tensor:
+        return features
+
+    def class_logits(self, rows: Tensor, target: Tensor | None, *params: Tensor) -> Tensor:
+        return linear(rows, *params)
+
+    def draw_classes(self, name: str, first: int, count: int, generator: torch.Generator) -> Tensor:
+        if name == "bias":
+            return torch.zeros(count, device=generator.device)
+        return drawn_like_linear(count, self.in_features, generator)

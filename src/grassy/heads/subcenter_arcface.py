@@ -6,7 +6,7 @@ from torch import Tensor
 
 from grassy.heads.arcface import ArcFaceHead
 from grassy.heads.base import HeadOptions, empty_parameter, positive_integer
-from grassy.heads.cosine import cosines
+from grassy.heads.cosine import cosines_of_units
 
 
 class SubcenterArcFaceHead(ArcFaceHead):
@@ -30,8 +30,9 @@ class SubcenterArcFaceHead(ArcFaceHead):
         self.weight = empty_parameter(options, num_classes, centers, in_features)
         self.reset_parameters()
 
-    def cosines(self, features: Tensor) -> Tensor:
-        return cosines(features, self.weight.flatten(0, 1)).unflatten(-1, self.weight.shape[:2]).amax(-1)
+    def cosines(self, rows: Tensor, *params: Tensor) -> Tensor:
+        (weight,) = params
+        return cosines_of_units(rows, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2]).amax(-1)
 
     @property
     def options(self) -> dict[str, Any]:

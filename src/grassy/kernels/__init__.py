@@ -5,8 +5,11 @@
 
 from grassy.kernels.dispatch import choose, explain, explain_logits
 from grassy.kernels.head import subspace_cross_entropy, subspace_logits
+from grassy.kernels.logits import product_dtype
 from grassy.kernels.options import RETRACTIONS, TRANSPORTS, StepCounts, StepOptions
 from grassy.kernels.reference import autocasts, unit
+from grassy.kernels.sharded import sharded_cross_entropy
+from grassy.kernels.sharded_scores import sharded_largest_probability, sharded_logits, sharded_top
 from grassy.kernels.step import geodesic_step, geodesic_steps
 
 __all__ = [
@@ -20,6 +23,11 @@ __all__ = [
     "explain_logits",
     "geodesic_step",
     "geodesic_steps",
+    "product_dtype",
+    "sharded_cross_entropy",
+    "sharded_largest_probability",
+    "sharded_logits",
+    "sharded_top",
     "subspace_cross_entropy",
     "subspace_logits",
     "unit",

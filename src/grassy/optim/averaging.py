@@ -14,6 +14,7 @@ from torch.optim import swa_utils
 
 from grassy import geometry
 from grassy.precision import exact_products
+from grassy.shards import local
 from grassy.subspaces import named_subspaces
 
 
@@ -85,6 +86,8 @@ class AveragedModel(swa_utils.AveragedModel):
         self.n_averaged.zero_()  # the next update copies
 
     def _lerp(self, averages: list[Tensor], currents: list[Tensor], _: Any) -> None:
+        # Of weights that are divided over processes, each averages its own; torch does not take them with others.
+        averages, currents = ([local(tensor) for tensor in tensors] for tensors in (averages, currents))
         if averages[0].is_floating_point():
             torch._foreach_lerp_(averages, currents, 1 - self.get_decay(self._step))
         else:  # counters are not averaged
@@ -92,7 +95,7 @@ class AveragedModel(swa_utils.AveragedModel):
 
 
 def _subspaces(model: nn.Module) -> list[Tensor]:
-    return [weight.detach() for _, weight in named_subspaces(model)]
+    return [local(weight.detach()) for _, weight in named_subspaces(model)]
 
 
 def _polar_factor(m: Tensor) -> Tensor:

@@ -1,9 +1,12 @@
 """Gradient clipping with the Riemannian norm on subspaces."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from grassy import geometry
+from grassy import geometry, shards
+from grassy.kernels.collectives import gathered
 from grassy.subspaces import named_subspaces
 
 _BLOCK_BYTES = 2**24
@@ -25,15 +28,46 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, error_if_nonfinite: bool 
     with_grad = [p for p in model.parameters() if p.grad is not None]
     if not with_grad:
         return torch.zeros(())
-    if error_if_nonfinite and not all(bool(p.grad.isfinite().all()) for p in with_grad):  # type: ignore[union-attr]
+    # What is divided over the same processes is taken together: torch has no norm of divided and plain gradients.
+    together: dict[tuple[Any, ...], list[nn.Parameter]] = {}
+    for p in with_grad:
+        together.setdefault(tuple(shards.groups_of(p)), []).append(p)
+    if error_if_nonfinite and any(_holds_nonfinite(params, groups) for groups, params in together.items()):
         raise RuntimeError("a gradient holds a NaN or an Inf, so that its norm cannot be clipped")
-    norms = [_riemannian_norm(p, p.grad) for p in with_grad if id(p) in subspaces]  # type: ignore[arg-type]
-    rest: list[Tensor] = [p.grad for p in with_grad if id(p) not in subspaces]  # type: ignore[misc]
-    if rest:
-        norms.append(torch.nn.utils.get_total_norm(rest))
-    total = _norm(torch.stack([norm.to(norms[0]) for norm in norms]))
-    torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, total)
+    parts = [_norms_of_all(params, subspaces, groups) for groups, params in together.items()]
+    total = _norm(torch.cat([part.to(parts[0]) for part in parts]))
+    plain = [p for p in with_grad if not shards.is_distributed(p)]
+    torch.nn.utils.clip_grads_with_norm_(plain, max_norm, total)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for p in with_grad:
+        if shards.is_distributed(p):
+            grad = shards.local(p.grad)  # type: ignore[arg-type]
+            grad.mul_(factor.to(grad.device))
     return total
+
+
+def _holds_nonfinite(params: list[nn.Parameter], groups: tuple[Any, ...]) -> bool:
+    """Whether a gradient of parameters that are divided over the same processes is not finite, in any process."""
+    grads = [shards.local(p.grad) for p in params]  # type: ignore[arg-type]
+    bad = torch.stack([(~grad.isfinite()).any().to(grads[0].device) for grad in grads]).any().to(torch.uint8).reshape(1)
+    for group in groups:
+        bad = gathered(bad, group)
+    return bool(bad.any())
+
+
+def _norms_of_all(params: list[nn.Parameter], subspaces: set[int], groups: tuple[Any, ...]) -> Tensor:
+    """Norms of the gradients of parameters that are divided over the same processes, one for each of these.
+
+    As a vector, and not a sum of squares, which may overflow.
+    """
+    pairs = [(p, shards.local(p.detach()), shards.local(p.grad)) for p in params]  # type: ignore[arg-type]
+    norms = [_riemannian_norm(w, grad) for p, w, grad in pairs if id(p) in subspaces]
+    if rest := [grad for p, _, grad in pairs if id(p) not in subspaces]:
+        norms.append(torch.nn.utils.get_total_norm(rest))
+    norm = _norm(torch.stack([norm.to(norms[0]) for norm in norms])).reshape(1)
+    for group in groups:
+        norm = gathered(norm, group)
+    return norm
 
 
 def _riemannian_norm(weight: Tensor, grad: Tensor) -> Tensor:
@@ -41,6 +75,8 @@ def _riemannian_norm(weight: Tensor, grad: Tensor) -> Tensor:
 
     Each class is scaled by its largest element first: a gradient that is finite counts, even if its square overflows.
     """
+    if not weight.numel():  # a process without classes
+        return weight.new_zeros(())
     size = max(1, _BLOCK_BYTES * weight.shape[0] // weight.nbytes)
     norms = []
     for start in range(0, weight.shape[0], size):

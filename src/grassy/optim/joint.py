@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from grassy.optim.riemannian_sgd import RiemannianSGD, refuse_spectral_steps
+from grassy.shards import is_distributed
 from grassy.spelling import nearest
 from grassy.subspaces import named_subspaces
 from grassy.torchvision_import import import_torchvision
@@ -266,13 +267,16 @@ def _euclidean_groups(
     scales = dict.fromkeys((name for name, _ in model.named_parameters()), 1.0)
     if layer_decay is not None:
         scales |= _layer_scales(model, layer_decay)
-    groups: dict[tuple[float, float], list[Tensor]] = {}
+    groups: dict[tuple[float, float, bool], list[Tensor]] = {}
     for name, p in model.named_parameters():
         if p.requires_grad and id(p) not in subspaces:
             decays = decay_all or (p.ndim > 1 and name.split(".")[-1] != "bias" and name not in undecayed)
-            groups.setdefault((scales[name], weight_decay if decays else 0.0), []).append(p)
+            # torch's optimizers take many parameters at a time, but not plain tensors and DTensors together.
+            kind = (scales[name], weight_decay if decays else 0.0, is_distributed(p))
+            groups.setdefault(kind, []).append(p)
     return [
-        {"params": params, "lr": lr * scale, "weight_decay": decay} for (scale, decay), params in sorted(groups.items())
+        {"params": params, "lr": lr * scale, "weight_decay": decay}
+        for (scale, decay, _), params in sorted(groups.items())
     ]
 
 

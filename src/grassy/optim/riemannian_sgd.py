@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from grassy import geometry, kernels
+from grassy import geometry, kernels, shards
 from grassy.kernels import StepOptions
 
 REPAIR_ABOVE, REFUSE_ABOVE = 1e-5, 0.1
@@ -81,17 +81,16 @@ class RiemannianSGD(Optimizer):
             if any(p.grad.is_sparse for p in params):
                 raise TypeError("RiemannianSGD does not take sparse gradients")
             for p in params:
-                state = self.state[p]
-                if group["momentum"] and "momentum_buffer" not in state:
-                    dtype = torch.bfloat16 if group["bfloat16_momentum"] else p.dtype
-                    state["momentum_buffer"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
-            grads = [p.grad for p in params]
+                self._create_state(p, group)
+            # Of subspaces that are divided over processes, each moves those that it holds: nothing is communicated.
+            grads = [shards.local(p.grad) for p in params]
+            buffers = [self.state[p].get("momentum_buffer") for p in params]
             if grad_scale is not None:  # not in place: whoever looks at p.grad, or steps again, finds what it was
-                grads = [p.grad / grad_scale.to(p.device, non_blocking=True) for p in params]
+                grads = [grad / grad_scale.to(grad.device, non_blocking=True) for grad in grads]
             kernels.geodesic_steps(
-                params,
+                [shards.local(p) for p in params],
                 grads,
-                [self.state[p].get("momentum_buffer") for p in params],
+                [None if buffer is None else shards.local(buffer) for buffer in buffers],
                 group["lr"],
                 group["momentum"],
                 skip=found_inf if isinstance(found_inf, Tensor) else None,  # 0 if nothing has a gradient
@@ -99,6 +98,20 @@ class RiemannianSGD(Optimizer):
                 **{name: group[name] for name in STEP_OPTIONS},
             )
         return loss
+
+    @torch.no_grad()
+    def create_state(self) -> None:
+        """Create the state that the first step would create, as checkpoints of several processes need it."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._create_state(p, group)
+
+    def _create_state(self, p: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if group["momentum"] and "momentum_buffer" not in state:
+            dtype = torch.bfloat16 if group["bfloat16_momentum"] else p.dtype
+            state["momentum_buffer"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+        _counts(state, p.device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = getattr(self, "param_groups", [])
@@ -119,7 +132,10 @@ class RiemannianSGD(Optimizer):
 
     @property
     def skipped_classes(self) -> int:
-        """How many times, so far, a class was left as it was because its gradient held a NaN or an Inf."""
+        """How many times, so far, a class was left as it was because its gradient held a NaN or an Inf.
+
+        Of classes that are divided over processes, those of this process count.
+        """
         return self._total(0)
 
     @property
@@ -162,13 +178,17 @@ def _check_subspaces(p: Tensor) -> None:
         raise ValueError(f"RiemannianSGD takes subspaces of shape (C, K, N), got a parameter of shape {tuple(p.shape)}")
     if p.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"subspaces are trained in float32 or float64, got {p.dtype}: use autocast on float32 weights")
-    if p.is_meta:
+    if shards.is_distributed(p) and not shards.is_sharded(p) and shards.groups_of(p):
+        raise ValueError("subspaces are divided over processes by class, Shard(0), got placements " + str(p.placements))  # type: ignore[attr-defined]
+    w = shards.local(p.detach())
+    if w.is_meta:
         return
-    error = float(geometry.orthonormality_error(p.detach()))
+    here = geometry.orthonormality_error(w) if w.shape[0] else w.new_zeros(())
+    error = float(shards.largest_of_all(here, p))  # so that all processes agree
     what = f"a parameter of shape {tuple(p.shape)} is off the manifold: its rows are orthonormal only to {error:.2g}"
     if not error <= REFUSE_ABOVE:
         raise ValueError(f"{what}. Start from grassy.geometry.random_subspace, or use grassy.geometry.orthonormalize")
     if error > REPAIR_ABOVE:
         warnings.warn(f"{what}; it has been re-orthonormalised", stacklevel=5)
         with torch.no_grad():
-            p.copy_(geometry.orthonormalize(p))
+            w.copy_(geometry.orthonormalize(w))

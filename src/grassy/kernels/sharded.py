@@ -1,0 +1,293 @@
+"""Softmax cross-entropy over classes that are divided among processes: the specification, and its form in chunks.
+
+W processes hold C classes, process s those of the set S_s, and each brings B_l features with their labels. Every
+process sees all B = W·B_l features, which it gathers, but only the logits l_c of its own classes. Of each row it finds
+
+    m_s = max l_c,  e_s = Σ exp(l_c − m_s),  q_s = the logit of the label if that is here, else 0,  a_s = Σ l_c,
+
+over c in S_s; an empty shard has (−∞, 0, 0, 0). With M = max m_s, and all else summed over the processes,
+
+    E = Σ e_s exp(m_s − M),  loss = log E − (1 − ε)(q − M) − ε (a/C − M),  ∂loss/∂l_c = exp(l_c − M)/E − t'_c,
+
+where t'_c = (1 − ε)t_c + ε/C is the smoothed target and C the number of all classes, not of those here. So an update
+takes six collectives, whose size depends neither on C nor on K: gather features and labels, reduce m_s, reduce the
+sums, and in the backward gather the gradients of the losses, and sum and scatter those of the features.
+
+Each process has the losses of its own rows, as under DDP, and DDP averages gradients over processes. What one process
+alone holds cannot be averaged, so its gradient is divided by W here, and the features get the sum for their rows.
+
+`logits(x, labels, *params)` are those of a chunk of classes: x (B, N), labels (B,) counted from the first class of the
+chunk, which may lie outside of it, and params with one row for each class. Shapes: B batch, C classes, N features.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grassy.kernels import collectives
+from grassy.shards import Shard
+
+#: So many logits of a rank, or coordinates of subspaces, are computed at a time.
+CHUNK = 2**24
+#: Up to so many are computed at once, and kept for the backward.
+WHOLE = 2**26
+
+Logits = Callable[..., Tensor]
+
+
+class Smoothing(NamedTuple):
+    """What a loss is made of besides logits. classes: the number of classes that the rest ε is spread over."""
+
+    eps: float
+    classes: int
+    ignore_index: int
+
+
+# --- the pieces -------------------------------------------------------------------------------------------------
+
+
+def nothing_observed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The state (4, B) of an empty shard: m, e, q and a."""
+    state = x.new_zeros(4, x.shape[0], dtype=dtype)
+    state[0] = -torch.inf
+    return state
+
+
+def observed(state: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    """The state with the logits (B, c) of some more classes; labels (B,) are counted from the first of them."""
+    maximum, exponentials, picked, total = state
+    raised = torch.maximum(maximum, logits.amax(-1))
+    exponentials = exponentials * (maximum - raised).exp() + (logits - raised.unsqueeze(-1)).exp().sum(-1)
+    picked = picked + logits.where(_is_label(labels, logits), 0).sum(-1)
+    return torch.stack([raised, exponentials, picked, total + logits.sum(-1)])
+
+
+def losses(state: Tensor, labels: Tensor, shard: Shard, terms: Smoothing, here: int) -> tuple[Tensor, Tensor]:
+    """The losses (B,) from the states (4, B) of all processes, and log Σ exp l_c; two collectives.
+
+    labels: those of all classes. here: how many logits went into the state. A label that is no class makes a NaN.
+    Logits are taken relative to the largest one before they are summed, as a small loss is a small difference of them.
+    """
+    maximum, exponentials, picked, total = state
+    top = collectives.maximum(maximum, shard.group)
+    is_here = (labels >= shard.offset) & (labels < shard.stop)
+    sums = [exponentials * (maximum - top).exp(), torch.where(is_here, picked - top, 0)]
+    if terms.eps:
+        sums.append(total - here * top)
+    exponential, label, *rest = collectives.total(torch.stack(sums), shard.group)
+    logarithm = exponential.log()
+    label = label.masked_fill((labels < 0) | (labels >= shard.classes), torch.nan)
+    loss = logarithm - (1 - terms.eps) * label
+    if terms.eps:
+        loss = loss - terms.eps / terms.classes * rest[0]
+    return loss.masked_fill(labels == terms.ignore_index, 0), top + logarithm
+
+
+def slopes(logits: Tensor, labels: Tensor, normalizer: Tensor, grad: Tensor, terms: Smoothing) -> Tensor:
+    """∂loss/∂l_c (B, c), times the gradients of the losses (B,); normalizer: log Σ exp l_c (B,)."""
+    probabilities = (logits - normalizer.unsqueeze(-1)).exp()
+    shares = _is_label(labels, logits).to(logits.dtype) * (1 - terms.eps) + terms.eps / terms.classes
+    return grad.unsqueeze(-1) * (probabilities - shares)
+
+
+def own(rows: Tensor, group: Any) -> Tensor:
+    """Of the rows (W·B_l, ...) of all processes, those of this one."""
+    if (world := collectives.world_size(group)) == 1:
+        return rows
+    each = rows.shape[0] // world
+    rank = dist.get_rank(group)
+    return rows[rank * each : (rank + 1) * each]
+
+
+def _is_label(labels: Tensor, logits: Tensor) -> Tensor:
+    return labels.unsqueeze(-1) == torch.arange(logits.shape[-1], device=labels.device)
+
+
+# --- the specification ------------------------------------------------------------------------------------------
+
+
+class GatherRows(torch.autograd.Function):
+    """The features (B, N) of all processes. Backward: the sum of what all processes have for the rows of this one."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
+        ctx.group, ctx.dtype = group, rows.dtype
+        return collectives.gathered(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return scattered_gradient(grad, ctx.dtype, ctx.group), None
+
+
+class SoftmaxOverShards(torch.autograd.Function):
+    """The losses (B_l,) of the rows of this process from its logits (B, C_l) of all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: Shard, terms: Smoothing) -> Tensor:
+        state = nothing_observed(logits, logits.dtype)
+        if logits.shape[-1]:
+            state = observed(state, logits, labels - shard.offset)
+        loss, normalizer = losses(state, labels, shard, terms, logits.shape[-1])
+        ctx.save_for_backward(logits, labels, normalizer)
+        ctx.shard, ctx.terms = shard, terms
+        return own(loss, shard.group).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        logits, labels, normalizer = ctx.saved_tensors
+        grad = gathered_gradient(grad, labels, ctx.shard, ctx.terms)
+        return slopes(logits, labels - ctx.shard.offset, normalizer, grad, ctx.terms), None, None, None
+
+
+def gathered_gradient(grad: Tensor, labels: Tensor, shard: Shard, terms: Smoothing) -> Tensor:
+    """The gradients (B,) of all losses from those of the rows of this process, over W: see the top of this file."""
+    grad = collectives.gathered(grad, shard.group) / collectives.world_size(shard.group)
+    return grad.masked_fill(labels == terms.ignore_index, 0)
+
+
+def scattered_gradient(grad: Tensor, dtype: torch.dtype, group: Any) -> Tensor:
+    """The gradient (B_l, N) of this process's features from what all processes have for all rows, in full precision."""
+    exact = torch.promote_types(grad.dtype, torch.float32)
+    return (collectives.scattered_sum(grad.to(exact), group) * collectives.world_size(group)).to(dtype)
+
+
+def _reference(
+    rows: Tensor, target: Tensor, logits: Logits, params: Sequence[Tensor], shard: Shard, terms: Smoothing
+) -> Tensor:
+    x, labels = applied(GatherRows, rows, shard.group), collectives.gathered(target, shard.group)
+    own_logits = logits(x, labels - shard.offset, *params)
+    return applied(SoftmaxOverShards, own_logits, labels, shard, terms)
+
+
+def applied(function: type[torch.autograd.Function], *inputs: Any) -> Tensor:
+    """A function of autograd, which torch gives no types."""
+    result: Tensor = function.apply(*inputs)  # type: ignore[no-untyped-call]
+    return result
+
+
+# --- in chunks of classes ---------------------------------------------------------------------------------------
+
+
+class _InChunks(torch.autograd.Function):
+    """The same, with the logits of a chunk of classes at a time, which are computed again in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        target: Tensor,
+        logits: Logits,
+        size: int,
+        shard: Shard,
+        terms: Smoothing,
+        *params: Tensor,
+    ) -> Tensor:
+        x, labels = collectives.gathered(rows, shard.group), collectives.gathered(target, shard.group)
+        state = None
+        for start, stop in chunks(len(params[0]), size):
+            part = logits(x, labels - shard.offset - start, *(p[start:stop] for p in params))
+            state = observed(
+                nothing_observed(x, part.dtype) if state is None else state, part, labels - shard.offset - start
+            )
+        if state is None:
+            state = nothing_observed(x, torch.promote_types(params[0].dtype, torch.float32))
+        loss, normalizer = losses(state, labels, shard, terms, len(params[0]))
+        ctx.save_for_backward(x, labels, normalizer, *params)
+        ctx.logits, ctx.size, ctx.shard, ctx.terms, ctx.autocast = logits, size, shard, terms, autocast_as_now(x)
+        return own(loss, shard.group).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, labels, normalizer, *params = ctx.saved_tensors
+        grad = gathered_gradient(grad, labels, ctx.shard, ctx.terms)
+        pulled = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+        results = [torch.empty_like(p) for p in params]
+        x = x.detach().requires_grad_()
+        for start, stop in chunks(len(params[0]), ctx.size):
+            labels_here = labels - ctx.shard.offset - start
+            parts = [p[start:stop].detach().requires_grad_() for p in params]
+            with torch.enable_grad(), ctx.autocast():
+                part = ctx.logits(x, labels_here, *parts)
+            g = slopes(part.detach(), labels_here, normalizer, grad, ctx.terms)
+            dx, *dparts = torch.autograd.grad(part, [x, *parts], g)
+            pulled += dx
+            for result, dpart in zip(results, dparts, strict=True):
+                result[start:stop] = dpart
+        return scattered_gradient(pulled, x.dtype, ctx.shard.group), None, None, None, None, None, *results
+
+
+def autocast_as_now(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
+    """What makes a context in which autocast is as it is now: a backward runs without it."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return nullcontext
+    dtype = torch.get_autocast_dtype(kind)
+    return lambda: torch.autocast(kind, dtype)
+
+
+def chunks(classes: int, size: int) -> Iterator[tuple[int, int]]:
+    """First class of each chunk, and of the next one."""
+    return ((start, min(start + size, classes)) for start in range(0, classes, size))
+
+
+def chunk_size(batch: int, params: Sequence[Tensor]) -> int:
+    """How many classes are taken at a time: all, if there are few logits."""
+    classes = max(1, params[0].shape[0])
+    of_a_class = max(1, batch) * max(1, params[0][:1].numel() // max(1, params[0].shape[-1]))
+    return classes if of_a_class * classes <= WHOLE else max(1, CHUNK // of_a_class)
+
+
+def reduced(loss: Tensor, target: Tensor, reduction: str, ignore_index: int) -> Tensor:
+    """The losses of rows as `torch.nn.functional.cross_entropy` reduces them."""
+    if reduction == "none":
+        return loss.reshape(target.shape)
+    return loss.sum() if reduction == "sum" else loss.sum() / (target != ignore_index).sum()
+
+
+def sharded_cross_entropy(
+    rows: Tensor,
+    target: Tensor,
+    logits: Logits,
+    params: Sequence[Tensor],
+    shard: Shard,
+    label_smoothing: float = 0.0,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    impl: str = "auto",
+) -> Tensor:
+    """The cross-entropy of this process's rows (..., N), which are sent as they are, against labels (...).
+
+    impl: "reference" keeps the logits (B, C_l), "chunks" computes some at a time and again in the backward; "auto"
+    takes the former if they are few.
+    """
+    check(rows, target, label_smoothing, reduction)
+    terms = Smoothing(float(label_smoothing), shard.classes, ignore_index)
+    flat, labels = rows.reshape(-1, rows.shape[-1]), target.reshape(-1).long()
+    size = chunk_size(flat.shape[0] * collectives.world_size(shard.group), params)
+    if impl == "reference" or (impl == "auto" and size >= params[0].shape[0]):
+        loss = _reference(flat, labels, logits, params, shard, terms)
+    elif impl in ("auto", "chunks"):
+        loss = applied(_InChunks, flat, labels, logits, size, shard, terms, *params)
+    else:
+        raise ValueError(f"impl must be 'auto', 'chunks' or 'reference', got {impl!r}")
+    return reduced(loss, target.long(), reduction, ignore_index)
+
+
+def check(rows: Tensor, target: Tensor, label_smoothing: float, reduction: str) -> None:
+    """Raise a ValueError for what no loss can be made of."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing!r}")
+    if target.is_floating_point():
+        raise ValueError(
+            f"a head divided over processes takes class indices, not probabilities, got a target {target.dtype} of "
+            f"shape {tuple(target.shape)}: train without mixup and cutmix"
+        )
+    if target.shape != rows.shape[:-1]:
+        raise ValueError(f"need labels of shape {tuple(rows.shape[:-1])} for such features, got {tuple(target.shape)}")
