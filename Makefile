@@ -41,7 +41,7 @@ bench: $(VENV)/installed-dev  ## the cost of a step on this machine's CPU
 	$(RUN) -m benchmarks.step_cpu
 
 docs: $(VENV)/installed-dev  ## the reference of the public names, from the docstrings, in site/
-	$(VENV)/bin/pdoc -o site grassy grassy.geometry grassy.kernels grassy.heads grassy.optim grassy.surgery grassy.analysis grassy.transfer grassy.report
+	$(VENV)/bin/pdoc -o site grassy grassy.geometry grassy.kernels grassy.heads grassy.optim grassy.surgery grassy.analysis grassy.transfer grassy.report grassy.sklearn
 
 clean:
 	rm -rf $(VENV) site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,7 +18,7 @@ LAYERS = [
     {"geometry", "paper"},
     {"kernels"},
     {"heads", "optim"},
-    {"loss", "surgery", "analysis", "transfer.solvers"},
+    {"loss", "surgery", "analysis", "sklearn", "transfer.solvers"},
     {"models", "distributed"},
     {"runs"},
     {"data"},

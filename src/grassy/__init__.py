@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from grassy import kernels as kernels
     from grassy import optim as optim
     from grassy import report as report
+    from grassy import sklearn as sklearn
     from grassy import surgery as surgery
     from grassy import transfer as transfer
     from grassy.heads import GrassmannHead, Head, LinearHead, create_head
