@@ -181,6 +181,9 @@ HF = {
 }
 
 
+HF_SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
+
 def hugging_face_model(name, **options):
     cls = getattr(transformers, name)
     return cls(cls.config_class(**({"image_size": 64, "num_labels": 10} | options)))
@@ -209,6 +212,30 @@ def test_the_labels_of_a_hugging_face_model_stay_if_their_number_does():
     model = hugging_face_model("ViTForImageClassification", num_labels=2, id2label={0: "cat", 1: "dog"})
     grassy.replace_head(model, "grassmann", k=2)
     assert model.config.id2label == {0: "cat", 1: "dog"}
+
+
+def test_adapters_come_after_the_head():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"], r=2)
+    wrapped = peft.get_peft_model(hugging_face_model("ViTForImageClassification", **HF_SMALL), config)
+    before = {name: type(module) for name, module in wrapped.named_modules()}
+    for model in (wrapped, wrapped.get_base_model()):
+        with pytest.raises(
+            ValueError, match=r"has adapters of PEFT already.*call grassy\.replace_head first, then get_"
+        ):
+            grassy.replace_head(model, "grassmann", k=2)
+    assert {name: type(module) for name, module in wrapped.named_modules()} == before
+    model = hugging_face_model("ViTForImageClassification", **HF_SMALL)
+    grassy.replace_head(model, "grassmann", k=2)
+    right = peft.get_peft_model(model, config)
+    optimizer = grassy.make_optimizer(right, "adamw", lr=1e-2, head_lr=0.1)
+    active = right.base_model.model.classifier.modules_to_save["default"]
+    start = active.weight.detach().clone()
+    right(pixel_values=images(64), labels=torch.tensor([0, 1])).loss.backward()
+    optimizer.step()
+    assert not torch.equal(active.weight, start)
+    assert torch.equal(right.base_model.model.classifier.original_module.weight, start)
+    grassy.replace_head(right.merge_and_unload(), "grassmann", k=3)  # no adapters any more
 
 
 @pytest.mark.parametrize("build", [timm.create_model, torchvision.models.get_model])

@@ -45,6 +45,7 @@ def replace_head(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    _check_that_no_adapters_are_there(model)
     layers = _find(model, "", convolutions=True) if classifier is None else _named(model, classifier)
     if not layers:
         raise ValueError(
@@ -155,6 +156,15 @@ def _check_replaceable(model: nn.Module, path: str, layer: nn.Module) -> None:
         wrapper = _SHARDING & {cls.__name__ for cls in type(module).__mro__}
         if wrapper:
             raise ValueError(f"model is wrapped in {wrapper.pop()} already: replace the head before wrapping it")
+
+
+def _check_that_no_adapters_are_there(model: nn.Module) -> None:
+    """PEFT trains a copy of the classifier and keeps the original, which would be the one to be replaced."""
+    if any(type(module).__module__.split(".")[0] == "peft" for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} has adapters of PEFT already, which trains a copy of the classifier: call "
+            "grassy.replace_head first, then get_peft_model with the classifier in modules_to_save"
+        )
 
 
 def _check_that_nothing_follows(model: nn.Module, path: str, head: Head) -> None:

@@ -16,11 +16,12 @@ from grassy.heads.per_class import PerClassHead
 from grassy.heads.request import Criterion, LossRequest
 
 REPAIR_ABOVE = 1e-5
+WARN_ABOVE = 1e-3
 REFUSE_ABOVE = 0.1
 OFF_THE_MANIFOLD = (
     "was it trained, or averaged, as an ordinary weight? Use grassy.make_optimizer and grassy.AveragedModel"
 )
-#: Classes that are looked at when training ends: an optimizer treats all alike.
+#: Classes that are looked at when weights are used after a change: an optimizer treats all alike.
 LOOK_AT = 1000
 
 
@@ -47,6 +48,8 @@ class GrassmannHead(PerClassHead):
     logits_are_nonnegative = True
     logit_options = ("gamma", "normalize")
     gamma: float | nn.Parameter
+    _looked_at: tuple[int, int] | None = None  # the weight, and how often it had changed
+    _error: float | None = None
 
     def __init__(
         self,
@@ -119,20 +122,40 @@ class GrassmannHead(PerClassHead):
     def train(self, mode: bool = True) -> Self:
         """As any module's; warns at the end of training if an ordinary optimizer took the subspaces off the manifold.
 
-        Logits are no projections then, and such weights will not be loaded.
+        Logits are no projections then, and such weights may not be loaded.
         """
-        w = shards.local(self.weight.detach())
-        whole = (
-            type(self.weight) is nn.Parameter or shards.is_sharded(self.weight)
-        ) and w.ndim == 3  # not a view of a flat one
-        if self.training and not mode and self.subspace_names and whole and not w.is_meta and w.shape[0]:
-            error = float(geometry.orthonormality_error(w[:LOOK_AT]))
-            if not error <= REFUSE_ABOVE:
-                warnings.warn(
-                    f"the rows of a GrassmannHead's weight are orthonormal only to {error:.2g}: {OFF_THE_MANIFOLD}",
-                    stacklevel=2,
-                )
+        if self.training and not mode:
+            self._look_at_weight()
+        self._looked_at = None  # Lightning's averages come after this, and by .data, which counts no changes
         return super().train(mode)
+
+    def forward(self, features: Tensor, target: Tensor | None = None) -> Tensor:
+        # An average is never in training, and not everybody calls eval(): so also when weights are first used.
+        if not (self.training and torch.is_grad_enabled()) and isinstance(features, Tensor):
+            self._look_at_weight()
+        return super().forward(features, target)
+
+    def _look_at_weight(self) -> None:
+        """Warn if the subspaces are off the manifold, once for each weight."""
+        if torch.compiler.is_compiling() or not self.subspace_names:
+            return
+        known_kind = type(self.weight) is nn.Parameter or shards.is_sharded(self.weight)  # not a view of a flat one
+        weight = shards.local(self.weight.detach())
+        if not known_kind or weight.ndim != 3 or weight.is_meta or not weight.shape[0]:
+            return
+        # A tensor of inference mode does not count its changes; in a CUDA graph nobody may wait for a number.
+        if weight.is_inference() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        now = id(self.weight), self.weight._version
+        if now == self._looked_at:
+            return
+        error = float(geometry.orthonormality_error(weight[:LOOK_AT]))
+        known, self._looked_at, self._error = self._error, now, error
+        if not error <= max(WARN_ABOVE, 4 * torch.finfo(weight.dtype).eps) and error != known:
+            warnings.warn(
+                f"the rows of a GrassmannHead's weight are orthonormal only to {error:.2g}: {OFF_THE_MANIFOLD}",
+                stacklevel=3,
+            )
 
     @property
     def dims(self) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from grassy.optim.riemannian_sgd import RiemannianSGD, refuse_spectral_steps
+from grassy.optim.riemannian_sgd import LR_FACTOR, RiemannianSGD, refuse_spectral_steps
 from grassy.shards import is_distributed
 from grassy.spelling import nearest
 from grassy.subspaces import named_subspaces
@@ -29,6 +29,7 @@ def make_optimizer(
     head_lr: float | None = None,
     head_momentum: float = 0.9,
     *,
+    head_lr_factor: float | None = None,
     retraction: Literal["geodesic", "qf"] = "geodesic",
     transport: Literal["projection", "parallel"] = "projection",
     max_angle: float | None = None,
@@ -44,6 +45,8 @@ def make_optimizer(
         `base_options` as they are.
     head_lr: learning rate of the subspaces. None means `lr` for SGD and 0.1 for any other base, whose learning rates
         would hardly move a subspace.
+    head_lr_factor: instead of `head_lr`, how many times larger than `lr` it is. All groups then have the rate `lr`, and
+        the step multiplies: for tools that write one learning rate into all groups.
     weight_decay: for matrices only. Biases, norms and other vectors, what the model's `no_weight_decay()` names, and
         subspaces are not decayed.
     decay_all: decay everything but the subspaces, as plain torch optimizers do.
@@ -51,16 +54,18 @@ def make_optimizer(
     retraction, transport, max_angle, bfloat16_momentum (of the subspaces): see `RiemannianSGD`.
 
     Each group has a key "manifold", "euclidean" or "grassmann". Schedulers that multiply keep head_lr/lr constant.
-    OneCycleLR's max_lr takes one value a group; timm's warmup_lr_init and lr_min are one number for all groups.
+    Those that set absolute values (OneCycleLR, SWALR, Lightning's LearningRateFinder, timm's warmup_lr_init and lr_min)
+    give the subspaces the rate of the rest: with them use `head_lr_factor`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"make_optimizer takes the model, which knows its subspaces, got {type(model).__name__}")
     optimizer_class, implied = _optimizer_class(base)
     _check_options(optimizer_class, base_options)
-    for name, value in (("lr", lr), ("head_lr", head_lr), ("weight_decay", weight_decay)):
+    given = {"lr": lr, "head_lr": head_lr, "head_lr_factor": head_lr_factor, "weight_decay": weight_decay}
+    for name, value in given.items():
         if isinstance(value, Tensor):
             raise TypeError(f"{name} must be a number; put tensors into the optimizer's param_groups, got {value!r}")
-        if value is None and name == "head_lr":
+        if value is None and name.startswith("head_lr"):
             continue
         if not (isinstance(value, Real) and 0 <= value < math.inf):
             raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
@@ -68,21 +73,25 @@ def make_optimizer(
         raise ValueError(f"head_momentum must lie in [0, 1), got {head_momentum!r}")
     if layer_decay is not None and not (isinstance(layer_decay, Real) and 0 < layer_decay <= 1):
         raise ValueError(f"layer_decay must lie in (0, 1], got {layer_decay!r}")
+    if head_lr is not None and head_lr_factor is not None:
+        raise ValueError(f"give head_lr or head_lr_factor, not both, got {head_lr!r} and {head_lr_factor!r}")
     # As plain numbers: a state_dict with NumPy's would not be read again without unpickling.
     lr, weight_decay, head_lr = float(lr), float(weight_decay), None if head_lr is None else float(head_lr)
     head_momentum = head_momentum if isinstance(head_momentum, Tensor) else float(head_momentum)
     if issubclass(optimizer_class, torch.optim.LBFGS):
         raise ValueError("LBFGS evaluates its closure several times in a step, which the subspaces cannot follow")
     subspaces = dict(named_subspaces(model))
-    if not subspaces and head_lr is not None:
+    if not subspaces and not (head_lr is None and head_lr_factor is None):
+        name = "head_lr_factor" if head_lr is None else "head_lr"
         raise ValueError(
-            "head_lr was given, but the model has no subspaces; call grassy.replace_head(model, 'grassmann') first"
+            f"{name} was given, but the model has no subspaces; call grassy.replace_head(model, 'grassmann') first"
         )
     trainable = [p for p in subspaces.values() if p.requires_grad]
     riemannian = None
     if trainable:
         if head_lr is None:
-            head_lr = lr if issubclass(optimizer_class, torch.optim.SGD) else 0.1
+            follows = head_lr_factor is not None or issubclass(optimizer_class, torch.optim.SGD)
+            head_lr = lr if follows else 0.1
         maximize = base_options.get("maximize", False)
         riemannian = RiemannianSGD(
             trainable,
@@ -94,6 +103,9 @@ def make_optimizer(
             maximize,
             bfloat16_momentum=bfloat16_momentum,
         )
+        if head_lr_factor is not None:
+            for group in riemannian.param_groups:
+                group[LR_FACTOR] = float(head_lr_factor)
     groups = _euclidean_groups(model, {id(p) for p in subspaces.values()}, lr, weight_decay, decay_all, layer_decay)
     euclidean = None
     if groups:
@@ -151,6 +163,19 @@ class JointOptimizer(Optimizer):
                 for name in given:
                     delattr(part, name)
         return loss
+
+    def train(self) -> None:
+        """For a base that has such a method, as schedule-free optimizers do: call it before training."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """For a base that has such a method: call it before evaluation, and before saving the model."""
+        self._switch("eval")
+
+    def _switch(self, mode: str) -> None:
+        for part, _ in self._parts():
+            if callable(method := getattr(part, mode, None)):
+                method()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

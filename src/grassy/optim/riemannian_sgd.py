@@ -16,6 +16,8 @@ from grassy.kernels import StepOptions
 REPAIR_ABOVE, REFUSE_ABOVE = 1e-5, 0.1
 #: Keys of a group that are options of its steps.
 STEP_OPTIONS = tuple(field.name for field in dataclasses.fields(StepOptions))
+#: The key of a parameter group with a number that each step multiplies its learning rate by.
+LR_FACTOR = "lr_factor"
 
 
 class RiemannianSGD(Optimizer):
@@ -91,7 +93,7 @@ class RiemannianSGD(Optimizer):
                 [shards.local(p) for p in params],
                 grads,
                 [None if buffer is None else shards.local(buffer) for buffer in buffers],
-                group["lr"],
+                group["lr"] * group.get(LR_FACTOR, 1),
                 group["momentum"],
                 skip=found_inf if isinstance(found_inf, Tensor) else None,  # 0 if nothing has a gradient
                 counts=[_counts(self.state[p], p.device) for p in params],
