@@ -1,32 +1,24 @@
-"""Runs without the training, and a browser, for the tests of analyze and report.
+"""Runs without the training, and a browser, for the tests of analyze and report."""
 
-The browser is a headless Chromium, driven through chromedriver's WebDriver protocol with the standard library alone.
-"""
-
-import base64
-import json
-import shutil
-import subprocess
-import time
-import urllib.error
-import urllib.request
+import dataclasses
 
 import numpy as np
 import pytest
 import torch
+from benchmarks.browser import browser
 
 import grassy
 from grassy.models import create_model
 from grassy.report.classes import describe
-from grassy.report.page import PageRun
+from grassy.report.page import PageRun, report, write_page
 from grassy.runs.records import save_summary
 from grassy.runs.weights import BEST, Description, save_weights
+from report_page_actions import NAMES
 
 #: A transformer of a few thousand weights.
 MODEL = "vit_tiny_patch16_224"
 MODEL_KWARGS = {"img_size": 8, "patch_size": 4, "depth": 1, "embed_dim": 16, "num_heads": 2}
-
-ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name for a reference to an element
+PICTURE = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAACAkQBADs="
 
 
 @pytest.fixture(scope="session")
@@ -78,128 +70,65 @@ def make_run():
 def random_run():
     """Makes what a page shows of a head that was never trained, with labelled features of noise."""
 
-    def make(name, classes, k=8, width=64, names=None, samples=None, head="grassmann"):
+    def make(name, classes, k=8, width=64, names=None, head="grassmann", files=None, settings=None):
         made = grassy.create_head(head, width, classes, **({"k": k} if head == "grassmann" else {}))
-        features, labels = torch.randn(2 * classes, width), torch.arange(2 * classes) % classes
+        features, labels = torch.randn(4 * classes, width), torch.arange(4 * classes) % classes
         analysis = describe(made, names, features, labels)
-        extra = {"model": "noise", "head": {"name": head}, "data": {"images": 2 * classes, "split": "test"}}
+        examples = analysis["examples"]
+        examples["name"] = [files or f"a folder/{index:05d}.jpg" for index in examples["index"]]
+        analysis["per_class"]["training_images"] = [10 + c for c in range(classes)]
+        extra = {"model": "noise", "head": {"name": head}, "data": {"images": 4 * classes, "split": "test"}}
         curves = {"epoch": [0.0, 1.0, 2.0], "eval_top1": [10.0, 40.0, 60.0], "train_loss": [2.0, 1.0, None]}
-        return PageRun(name, {**extra, **analysis}, curves, samples)
+        return PageRun(name, {**extra, **analysis}, curves, [PICTURE] * len(examples["index"]), settings=settings or {})
 
     return make
 
 
-class WebDriverError(Exception):
-    pass
-
-
-class Browser:
-    """One window. `run` executes JavaScript; the rest acts as a user would."""
-
-    def __init__(self, address):
-        self.address, self.session = address, None
-        options = {
-            "binary": shutil.which("chromium"),
-            "args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"],
-        }
-        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        answer = self._send("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
-        self.session = answer["sessionId"]
-
-    def _send(self, method, path, body=None):
-        path = path if self.session is None else f"/session/{self.session}{path}"
-        data = None if method == "GET" else json.dumps(body or {}).encode()
-        request = urllib.request.Request(self.address + path, data, {"Content-Type": "application/json"}, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return json.load(response)["value"]
-        except urllib.error.HTTPError as error:
-            raise WebDriverError(json.load(error)["value"]["message"]) from None
-
-    def open(self, path):
-        self._send("POST", "/url", {"url": path.as_uri()})
-        self.wait("document.documentElement.dataset.ready === 'yes'")
-
-    def run(self, script, *arguments):
-        return self._send("POST", "/execute/sync", {"script": script, "args": list(arguments)})
-
-    def wait(self, condition, seconds=15):
-        end = time.monotonic() + seconds
-        while not self.run(f"return Boolean({condition})"):
-            assert time.monotonic() < end, f"waited in vain for {condition}"
-            time.sleep(0.02)
-
-    def element(self, selector):
-        return self._send("POST", "/element", {"using": "css selector", "value": selector})[ELEMENT]
-
-    def text(self, selector):
-        return self._send("GET", f"/element/{self.element(selector)}/text")
-
-    def click(self, selector):
-        self._send("POST", f"/element/{self.element(selector)}/click")
-
-    def type(self, selector, text):
-        self._send("POST", f"/element/{self.element(selector)}/value", {"text": text})
-
-    def click_at(self, x, y):
-        """Click a point of the window, in CSS pixels."""
-        moves = [
-            {"type": "pointerMove", "duration": 0, "x": round(x), "y": round(y), "origin": "viewport"},
-            {"type": "pointerDown", "button": 0},
-            {"type": "pointerUp", "button": 0},
-        ]
-        pointer = {"type": "pointer", "id": "mouse", "parameters": {"pointerType": "mouse"}, "actions": moves}
-        self._send("POST", "/actions", {"actions": [pointer]})
-
-    def errors(self):
-        """What the console has said since the last call, below the level of a remark."""
-        log = self._send("POST", "/se/log", {"type": "browser"})
-        return [entry["message"] for entry in log if entry["level"] in ("SEVERE", "WARNING")]
-
-    def alert(self):
-        """The text of an open alert, or None."""
-        try:
-            return self._send("GET", "/alert/text")
-        except WebDriverError:
-            return None
-
-    def emulate(self, width, height, scheme="light", scale=1):
-        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
-        self._devtools("Emulation.setDeviceMetricsOverride", metrics)
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self._devtools("Emulation.setEmulatedMedia", {"features": features})
-
-    def screenshot(self, path):
-        path.write_bytes(base64.b64decode(self._send("GET", "/screenshot")))
-
-    def _devtools(self, command, parameters):
-        return self._send("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
-
-    def close(self):
-        self._send("DELETE", "")
+@pytest.fixture(scope="module")
+def window():
+    """A browser window of a desktop."""
+    with browser() as opened:
+        opened.emulate(1200, 1600)
+        yield opened
 
 
 @pytest.fixture(scope="module")
-def window():
-    """A browser that is closed, and its driver ended, whatever happens."""
-    # Port 0 would do for newer drivers only; this one prints the port that it found.
-    driver = subprocess.Popen(
-        ["chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
-        for line in driver.stdout:
-            if "started successfully on port" in line:
-                port = int(line.strip().rstrip(".").split()[-1])
-                break
-        else:
-            raise RuntimeError("chromedriver did not start")
-        browser = Browser(f"http://127.0.0.1:{port}")
-        try:
-            browser.emulate(1200, 1600)
-            yield browser
-        finally:
-            browser.close()
-    finally:
-        driver.terminate()
-        driver.wait(timeout=20)
-        driver.stdout.close()
+def runs(make_run, tiny_images, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    heads = {
+        "subspaces": {"name": "grassmann", "k": 3},
+        "others": {"name": "grassmann", "k": 3},
+        "vectors": {"name": "linear"},
+    }
+    made = [make_run(folder / name, head, names=NAMES, seed=i) for i, (name, head) in enumerate(heads.items())]
+    report(made, folder / "report.html", tiny_images(folder / "data", names=NAMES), device="cpu")
+    return made
+
+
+@pytest.fixture
+def page(window, runs):
+    """The page of three runs, freshly opened; at the end the console must not have complained."""
+    window.open(runs[0].parent / "report.html")
+    yield window
+    assert window.errors() == []
+    assert window.alert() is None
+
+
+@pytest.fixture
+def odd_page(random_run, window, tmp_path):
+    """Runs with names that are hard to show, one run with other classes, and curves in a narrow range."""
+    names = [
+        "crane",
+        "\u05d0\u05d1",
+        "crane",
+        "number one of a long row",
+        "number two of a long row",
+        "\U0001f989" * 40,
+    ]
+    runs = [random_run(f"run {k}", 6, k=k, width=16, names=names) for k in (2, 3)] + [random_run("other", 4, k=2)]
+    accurate = {"epoch": [0.0, 1.0, 2.0], "eval_top1": [99.912, 99.953, 99.981]}
+    runs = [dataclasses.replace(run, curves=accurate) for run in runs]
+    write_page(runs, tmp_path / "odd.html")
+    window.open(tmp_path / "odd.html")
+    yield window
+    assert window.errors() == []

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import grassy
 from grassy.report.analyze import ANALYSIS, VERSION, read_analysis, render
 from grassy.report.classes import describe
-from grassy.report.page import PageRun, read_curves, render_page
+from grassy.report.curves import read_curves
+from grassy.report.page import PageRun, render_page
 from grassy.report.pictures import angle_heatmaps
 
 SOON = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -61,6 +62,11 @@ def test_what_is_whole_is_read(good, tmp_path):
         (["orders", "name"], [0, 1, 2, 3, 99], "must be an integer from 0 to 4"),
         (["angles", "limit"], 1e308, "angles.limit must be a number"),
         (["angles", "data"], 5, "angles.data must be a string"),
+        (["examples"], 7, "examples must be a mapping"),
+        (["examples", "label"], [99], "examples.label must be a list"),
+        (["examples", "mistakes"], [10**6], "examples.mistakes"),
+        (["examples", "typical"], [[0]], "examples.typical must be a list of length 5"),
+        (["examples", "outlier", 0], "<b>", "examples.outlier.* must be a number from 0 to 1"),
         (["representation"], "clouds", "representation must be one of subspaces, vectors"),
     ],
 )

@@ -1,5 +1,6 @@
 """The page as a file: complete, small, and safe whatever the classes are called."""
 
+import dataclasses
 import html
 import json
 import re
@@ -8,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+import grassy
 from grassy import cli
-from grassy.data.images import open_images
+from grassy.models import create_model
 from grassy.report.analyze import analyze
-from grassy.report.page import PageRun, open_run, read_curves, render_page, report, run_names
-from grassy.report.samples import sample_images
+from grassy.report.page import MOST_CHARACTERS, PageRun, open_run, render_page, report, run_names
+from grassy.report.thumbnails import BUDGET
 
+MODEL = "vit_tiny_patch16_224"
+MODEL_KWARGS = {"img_size": 8, "patch_size": 4, "depth": 1, "embed_dim": 16, "num_heads": 2}
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
@@ -32,37 +36,52 @@ def test_the_page_refers_to_nothing_outside_of_itself(random_run):
 
 
 @pytest.mark.slow
-def test_a_thousand_classes_of_eight_angles_and_samples_stay_below_12_megabytes(random_run):
+def test_a_thousand_classes_of_eight_angles_and_pictures_stay_below_14_megabytes(random_run):
     torch.manual_seed(0)
     names = [f"n{i:08d} a synset of words" for i in range(1000)]
-    samples = [["data:image/jpeg;base64," + "A" * 2400] for _ in names]  # about the budget of sample_images
-    page = render_page([random_run("imagenet", 1000, k=8, width=256, names=names, samples=samples)])
-    assert len(page.encode()) < 12e6
+    run = random_run("imagenet", 1000, k=8, width=256, names=names)
+    room = min(BUDGET, MOST_CHARACTERS - len(json.dumps(run.analysis)))
+    pictures = [f"data:image/webp;base64,{number:01500d}" for number in range(room // 1523)]
+    pictures += [None] * (len(run.pictures) - len(pictures))
+    assert sum(uri is not None for uri in pictures) > 1000
+    page = render_page([dataclasses.replace(run, pictures=pictures)])
+    assert len(page.encode()) < 14e6
 
 
-def test_a_hostile_class_name_appears_only_escaped(random_run, tmp_path):
+def test_a_hostile_name_of_a_class_a_file_a_setting_or_a_curve_appears_only_escaped(random_run, tmp_path):
     evil = [HOSTILE, "</script><script>alert(2)</script>", "<!--", "{{data}}"]
-    run = random_run(f"run {HOSTILE}", 4, k=2, names=evil)
+    run = random_run(f"run {HOSTILE}", 4, k=2, names=evil, files=HOSTILE, settings={HOSTILE: evil[1]})
+    run = dataclasses.replace(run, curves={"epoch": [0, 1], evil[1]: [1.0, 2.0]})
     page = render_page([run], title=HOSTILE)
     assert "<img" not in page
     assert "alert(2)</script>" not in page
     assert page.count("<!--") == 0
     assert html.escape(HOSTILE) in page
-    assert data_of(page)["runs"][0]["analysis"]["per_class"]["name"] == evil  # and is whole in the data
+    shown = data_of(page)["runs"][0]
+    assert shown["analysis"]["per_class"]["name"] == evil  # and is whole in the data
+    assert shown["analysis"]["examples"]["name"][0] == HOSTILE
+    assert shown["settings"] == {HOSTILE: evil[1]}
 
 
 def test_the_data_of_the_page_is_the_analysis(tiny_images, make_run, tmp_path):
     runs = [make_run(tmp_path / name, {"name": name}) for name in ("grassmann", "linear")]
     data = tiny_images(tmp_path / "data")
     written = report(runs, tmp_path / "out" / "report.html", data, device="cpu")
-    shown = data_of(written.read_text())["runs"]
+    page = data_of(written.read_text())
+    shown = page["runs"]
     for run, entry in zip(runs, shown, strict=True):
         assert entry["name"] == run.name
         assert entry["analysis"] == json.loads((run / "analysis.json").read_text())
         assert entry["curves"]["eval_top1"] == [50, 60, 70]
         assert entry["curves"]["epoch"] == [0, 1, 2]
-    assert [len(images) for images in shown[0]["samples"]] == [4] * 5
-    assert shown[1]["samples"] == 0  # the same as those of run 0
+        assert len(entry["pictures"]) == len(entry["analysis"]["examples"]["index"])
+        assert all(page["pictures"][number].startswith("data:image/png;base64,") for number in entry["pictures"])
+    assert len(page["pictures"]) <= 60  # an image that both runs show is kept once
+    assert len(set(page["pictures"])) == len(page["pictures"])
+    assert {key: shown[1]["settings"][key] for key in ("head.name", "img_size")} == {
+        "head.name": "linear",
+        "img_size": "8",
+    }
 
 
 def test_an_analysis_is_made_again_when_the_weights_have_changed_or_data_is_given(make_run, tiny_images, tmp_path):
@@ -85,23 +104,6 @@ def test_runs_are_named_by_the_ends_of_their_paths_that_differ(tmp_path):
     assert run_names([tmp_path / "x" / "a", tmp_path / "y" / "a"]) == ["x/a", "y/a"]
 
 
-def test_curves_skip_what_is_empty_or_not_a_number(tmp_path):
-    (tmp_path / "summary.csv").write_text("epoch,train_loss,eval_loss\n0,1.5,\n1,nan,\n")
-    assert read_curves(tmp_path / "summary.csv") == {"epoch": [0, 1], "train_loss": [1.5, None]}
-    assert read_curves(tmp_path / "missing.csv") == {}
-    (tmp_path / "summary.csv").write_text("epoch,train_loss\n0,1.5,7,8\n1\n")  # lines too long and too short
-    assert read_curves(tmp_path / "summary.csv") == {"epoch": [0, 1], "train_loss": [1.5, None]}
-
-
-def test_samples_keep_to_their_budget_and_give_each_class_one_before_any_a_second(tiny_images, tmp_path):
-    images = open_images("", tiny_images(tmp_path), "test")
-    everything = sample_images(images, 5)
-    assert [len(own) for own in everything] == [4] * 5
-    assert everything[0][0].startswith("data:image/png;base64,")
-    some = sample_images(images, 5, budget=sum(len(own[0]) for own in everything) + 10)
-    assert [len(own) for own in some] == [1] * 5
-
-
 def test_bad_input_is_one_sentence(tiny_images, make_run, tmp_path):
     with pytest.raises(ValueError, match="at least one run"):
         report([], tmp_path / "report.html")
@@ -121,15 +123,35 @@ def test_a_run_without_curves_or_samples_is_enough_for_a_page(random_run):
     assert "grassy report" in render_page([PageRun("a", run.analysis)])
 
 
-def test_samples_are_of_the_images_that_an_earlier_analysis_measured(tiny_images, make_run, tmp_path):
+def test_pictures_are_of_the_images_that_an_earlier_analysis_measured(tiny_images, make_run, tmp_path):
     data, run = tiny_images(tmp_path / "data"), make_run(tmp_path / "run", {"name": "grassmann", "k": 2})
     bright = tiny_images(tmp_path / "bright")
     with np.load(bright / "test.npz") as file:
         np.savez(data / "train.npz", x=255 - file["x"] // 4, y=file["y"], classes=file["classes"])
     pages = [open_run(run, "run", data, split, "cpu") for split in ("test", "train", None)]
     assert [page.analysis["data"]["split"] for page in pages] == ["test", "train", "train"]
-    assert pages[0].samples != pages[1].samples
-    assert pages[2].samples == pages[1].samples
+    assert pages[0].pictures != pages[1].pictures
+    assert pages[2].pictures == pages[1].pictures
+
+
+def test_an_analysis_of_an_earlier_version_is_made_again_if_there_are_images(tiny_images, make_run, tmp_path):
+    data, run = tiny_images(tmp_path / "data"), make_run(tmp_path / "run", {"name": "linear"})
+    analysis = analyze(run, data, device="cpu")
+    del analysis["examples"]
+    (run / "analysis.json").write_text(json.dumps(analysis))
+    assert open_run(run, "run", None, None, "cpu").pictures == []
+    assert len(open_run(run, "run", data, None, "cpu").pictures) > 10
+
+
+def test_a_model_of_ones_own_loop_has_curves_and_settings(tmp_path):
+    model = create_model(MODEL, 3, {"name": "grassmann", "k": 2}, MODEL_KWARGS)
+    file = tmp_path / "mine" / "model_best.safetensors"
+    file.parent.mkdir()
+    grassy.save(model, file, class_names=list("abc"), architecture=MODEL, model_kwargs=MODEL_KWARGS, img_size=8)
+    (file.parent / "summary.csv").write_text("epoch,train_loss,my accuracy\n1,2.0,0.3\n2,1.0,0.6\n")
+    run = open_run(file.parent, "mine", None, None, "cpu")
+    assert run.curves == {"epoch": [1, 2], "train_loss": [2, 1], "my accuracy": [0.3, 0.6]}
+    assert (run.settings["model"], run.settings["head.k"], run.settings["img_size"]) == (MODEL, "2", "8")
 
 
 def test_runs_that_were_measured_on_different_images_are_told_apart(tiny_images, make_run, tmp_path, capsys):

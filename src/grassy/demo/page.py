@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from grassy.data.images import ArrayImages
+from grassy.report.analyze import name_examples
 from grassy.report.classes import describe
 from grassy.report.page import PageRun, write_page
-from grassy.report.samples import sample_images
+from grassy.report.thumbnails import thumbnails
 
 TITLE = "Digits: a vector or a subspace for each class"
 
@@ -32,9 +33,12 @@ def page_run(
         "head": {"name": head[0], **head[1]},
         "data": {"images": len(labels), "split": "test"},
     }
-    samples = sample_images(ArrayImages(pixels, labels.numpy(), names, "digits"), len(names))
+    data = ArrayImages(pixels, labels.numpy(), names, "digits")
+    analysis = {**facts, **describe(model[-1], names, features, labels)}
+    name_examples(analysis, data, [], labels)
     curves: dict[str, list[float | None]] = {"epoch": [float(i) for i in range(len(losses))], "train_loss": [*losses]}
-    return PageRun(label, {**facts, **describe(model[-1], names, features, labels)}, curves, samples)
+    settings = {"head.name": head[0], **{f"head.{key}": str(value) for key, value in head[1].items()}}
+    return PageRun(label, analysis, curves, thumbnails(data, analysis["examples"]), settings=settings)
 
 
 def write_demo_page(runs: list[PageRun], path: Path) -> None:

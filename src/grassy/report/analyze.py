@@ -2,8 +2,12 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from grassy.data.images import Images, check_labels, open_images
 from grassy.data.stream_loader import STREAMS
@@ -12,6 +16,8 @@ from grassy.inference.feature_models import file_digest, open_model
 from grassy.inference.features import extract
 from grassy.precision import amp_dtype
 from grassy.report.classes import MOST_ANGLES, SCALARS, describe
+from grassy.report.examples import check_examples
+from grassy.report.thumbnails import short_name
 from grassy.runs import schema
 from grassy.runs.atomic import write_atomically
 from grassy.runs.recipe import Recipe, saved_recipe
@@ -113,6 +119,10 @@ def analyze(
             "images": len(labels),
             "unreadable": len(found.failures),
         }
+    measured = describe(head, names if names and len(names) == about.num_classes else None, features, labels)
+    if images is not None and labels is not None:
+        name_examples(measured, images, [failure.name for failure in found.failures], labels)
+        measured["per_class"]["training_images"] = _training_images(about, data_dir, recipe)
     result = {
         "version": VERSION,
         "weights": file.name,
@@ -121,12 +131,42 @@ def analyze(
         "head": about.head,
         "epoch": about.epoch,
         "data": data,
-        **describe(head, names if names and len(names) == about.num_classes else None, features, labels),
+        **measured,
         "environment": environment(where),
     }
     text = json.dumps(result, allow_nan=False, separators=(",", ":"))
     write_atomically(file.parent / ANALYSIS, lambda stream: stream.write(text.encode()))
     return result
+
+
+def name_examples(measured: dict[str, Any], images: Images, unreadable: Sequence[str], labels: Tensor) -> None:
+    """Give the examples of an analysis the indices and names that their images have in the data set.
+
+    labels (B,): of the images that could be read. If they are not those of the data set in its order, the examples
+    cannot be told and are None.
+    """
+    examples = measured["examples"]
+    missing = set(unreadable)
+    readable = [index for index in range(len(images)) if not missing or images.name(index) not in missing]
+    known = images.labels()
+    if len(readable) != len(labels) or (known is not None and (known[readable] != labels.cpu().numpy()).any()):
+        measured["examples"] = None
+        return
+    examples["index"] = [readable[row] for row in examples["index"]]
+    examples["name"] = [short_name(images.name(index)) for index in examples["index"]]
+
+
+def _training_images(about: Description, data_dir: Path | None, recipe: Recipe) -> list[int] | None:
+    """The number of training images of each class, if there is a training set and its labels are known."""
+    try:
+        images, _ = open_split(about, data_dir, recipe.train_split, recipe.dataset)
+    except ValueError:
+        return None
+    labels = None if images is None else images.labels()
+    if labels is None or (len(labels) and labels.max() >= about.num_classes):
+        return None
+    counts: list[int] = np.bincount(labels, minlength=about.num_classes).tolist()
+    return counts
 
 
 def open_split(
@@ -174,12 +214,15 @@ def check_analysis(result: dict[str, Any]) -> dict[str, Any]:
     if (angles["classes"], angles["k"]) != (classes, result["k"]) or classes**2 * result["k"] > MOST_ANGLES:
         raise ValueError(f"angles of {angles['classes']} classes and k = {angles['k']} cannot be those of {classes}")
     for name, values in result["per_class"].items():
-        schema.list_of(lambda _, value: value, classes, classes)(f"per_class.{name}", values)
+        if values is not None:
+            schema.list_of(lambda _, value: value, classes, classes)(f"per_class.{name}", values)
     schema.list_of(schema.text(10_000), classes, classes)("per_class.name", result["per_class"].get("name"))
     for name in ("index", "name", "cluster"):
         order = schema.list_of(schema.integer(0, classes - 1), classes, classes)(name, result["orders"].get(name))
         if len(set(order)) < classes:
             raise ValueError(f"orders.{name} must hold each class once")
+    if result.get("examples") is not None and result["data"] is not None:
+        check_examples(result["examples"], classes, result["data"]["images"] + (result["data"].get("unreadable") or 0))
     return result
 
 

@@ -24,11 +24,12 @@ from grassy.analysis import (
 from grassy.heads import GrassmannHead, Head
 from grassy.heads.multi import MultiHead
 from grassy.kernels import unit
-from grassy.report.packing import pack_angles
+from grassy.report.examples import choose_examples, share_inside
+from grassy.report.packing import pack_angles, rounded
 from grassy.spelling import natural_key
 
 NEAREST = 8
-CONFUSIONS = 5
+CONFUSIONS = 40
 ROWS_AT_ONCE = 4096
 MOST_ANGLES = 400_000_000  # in float32 they take 1.6 GB
 
@@ -86,8 +87,9 @@ def describe(
     if subspaces:
         scalars["orthonormality_error"] = float(geometry.orthonormality_error(weight))
     per_class = {"name": names, "dimension": dims, "nearest": _nearest(distance)}
+    examples = None
     if features is not None and labels is not None:
-        of_features, of_classes = _with_features(head, weight, features, labels)
+        of_features, of_classes, examples = _with_features(head, weight, features, labels)
         scalars |= of_features
         per_class |= of_classes
     return {
@@ -103,6 +105,7 @@ def describe(
             "cluster": cluster_order(distance).tolist(),
         },
         "angles": pack_angles(angles.numpy(), 90.0 if subspaces else 180.0),
+        **({} if examples is None else {"examples": examples}),
     }
 
 
@@ -126,8 +129,8 @@ def class_weight(head: nn.Module) -> Tensor:
 
 def _with_features(
     head: nn.Module, weight: Tensor, features: Tensor, labels: Tensor
-) -> tuple[dict[str, float | None], dict[str, list[Any]]]:
-    """Scalars and lists, one entry a class, that need labelled features."""
+) -> tuple[dict[str, float | None], dict[str, list[Any]], dict[str, Any]]:
+    """What needs labelled features: scalars, lists with one entry per class, and images worth a look."""
     bases = weight if weight.ndim == 3 else weight[:, None]
     seen = _as_seen_by(head, features)
     spectra = class_spectra(seen, labels, bases.to(features.device)).cpu()
@@ -135,12 +138,19 @@ def _with_features(
     classes = len(weight)
     confusion = torch.zeros(classes, classes, dtype=torch.long)
     among_five = 0
+    judged: list[tuple[Tensor, ...]] = []
     for start, logits in _logits(head, features):
         own = labels[start : start + len(logits)].to(logits.device)
         best = logits.topk(min(5, classes)).indices
         among_five += int((best == own[:, None]).any(1).sum())
         pairs = (own * classes + best[:, 0]).cpu()
         confusion.view(-1).index_add_(0, pairs, torch.ones_like(pairs))  # of many classes a histogram would be slow
+        sure = logits.softmax(-1).amax(-1)
+        rows = features[start : start + len(logits)]
+        judged.append((best[:, 0], sure, head.outlier_score(rows) if isinstance(head, Head) else 1 - sure))
+    predicted, confidence, outlier = (torch.cat(parts).cpu().numpy() for parts in zip(*judged, strict=True))
+    inside = share_inside(seen, labels, weight).cpu().numpy()
+    examples = choose_examples(labels.cpu().numpy(), predicted, confidence, inside, outlier, classes)
     images, right = confusion.sum(1), confusion.diagonal()
     scalars: dict[str, float | None] = {
         "top1": 100 * int(right.sum()) / len(labels),
@@ -153,13 +163,17 @@ def _with_features(
         collapse = neural_collapse(seen, labels, weight.to(features.device))
         names = ("nc1", "nc2_norms", "nc2_angles", "nc2_simplex", "nc3")
         scalars |= {"class_separation": class_separation(features, labels), **dict(zip(names, collapse, strict=True))}
-    return scalars, {
-        "images": images.tolist(),
-        "accuracy": [_rounded(value) for value in (100 * right / images).tolist()],
-        "effective_rank": [None] * classes if ranks is None else [_rounded(value) for value in ranks.tolist()],
-        "spectrum": [[_rounded(value) for value in row] for row in spectra.tolist()],
-        "confusions": _confusions(confusion),
-    }
+    return (
+        scalars,
+        {
+            "images": images.tolist(),
+            "accuracy": [rounded(value) for value in (100 * right / images).tolist()],
+            "effective_rank": [None] * classes if ranks is None else [rounded(value) for value in ranks.tolist()],
+            "spectrum": [[rounded(value) for value in row] for row in spectra.tolist()],
+            "confusions": _confusions(confusion),
+        },
+        examples,
+    )
 
 
 def _as_seen_by(head: nn.Module, features: Tensor) -> Tensor:
@@ -193,7 +207,7 @@ def _nearest(distance: Tensor) -> list[list[list[float]]]:
 
 
 def _confusions(confusion: Tensor) -> list[list[list[int]]]:
-    """For each class, what its images are most often mistaken for, as pairs (class, count), most frequent first."""
+    """For each class, what its images are mistaken for, as pairs (class, count), most frequent first."""
     wrong = confusion.clone().fill_diagonal_(0)
     counts, classes = wrong.sort(dim=1, descending=True, stable=True)
     return [
@@ -204,8 +218,3 @@ def _confusions(confusion: Tensor) -> list[list[list[int]]]:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _rounded(value: float) -> float | None:
-    """Five significant digits, or None for NaN: JSON has none."""
-    return float(f"{value:.5g}") if math.isfinite(value) else None

@@ -1,10 +1,11 @@
-"""Angles of all pairs of classes as one short string: 16 bits an angle, compressed, base64.
+"""Numbers as short text: the angles of all pairs of classes as one string (16 bits each, compressed, base64).
 
 1,000 classes with 8 angles a pair are 4 million numbers; as decimals in JSON they would take 30 MB.
 """
 
 import base64
 import binascii
+import math
 import zlib
 from typing import Any
 
@@ -52,3 +53,8 @@ def unpack_angles(packed: dict[str, Any]) -> np.ndarray:
     degrees[first, second] = values
     degrees[second, first] = values
     return degrees
+
+
+def rounded(value: float, digits: int = 5) -> float | None:
+    """So many significant digits, or None for NaN: JSON has none."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None

@@ -4,11 +4,8 @@ The page is web/page.html with the styles, the scripts and the data put in. What
 paths, settings) is in the data, a JSON in which no "<" is left, and reaches the page as text, never as markup.
 """
 
-import csv
 import html
-import io
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,18 +19,38 @@ from grassy.data.images import TRAIN_NAMES, VALIDATION_NAMES
 from grassy.inference.feature_models import file_digest
 from grassy.report.analyze import ANALYSIS, analyze, open_split, read_analysis
 from grassy.report.classes import SCALARS
-from grassy.report.samples import BUDGET, sample_images
+from grassy.report.curves import curves_of
+from grassy.report.settings import settings_of
+from grassy.report.thumbnails import BUDGET, thumbnails
 from grassy.runs.atomic import write_atomically
 from grassy.runs.paper_row import paper_row
-from grassy.runs.records import SUMMARY
-from grassy.runs.schema import MOST_DESCRIPTION, read_text
 from grassy.runs.weights import read_description, weights_file
 
-STYLES = ("page.css",)
-SCRIPTS = ("elements.js", "angles.js", "metrics.js", "curves.js", "colors.js", "matrix.js", "details.js", "page.js")
+STYLES = ("page.css", "tables.css", "pictures.css")
+#: In an order in which each may use what stands before it.
+SCRIPTS = (
+    "elements.js",
+    "runs.js",
+    "colors.js",
+    "gallery.js",
+    "metrics.js",
+    "overview.js",
+    "class_table.js",
+    "class_panel.js",
+    "matrix.js",
+    "matrix_view.js",
+    "confusion.js",
+    "notable.js",
+    "curves.js",
+    "recipes.js",
+    "angles.js",
+    "geometry_details.js",
+    "explorer.js",
+    "page.js",
+)
 
-#: Of a run with its samples: the page of one run of 1,000 classes with 8 angles a pair stays under 12 MB.
-MOST_CHARACTERS = 11_700_000
+#: Of the data of a run: with them the page of one run of 1,000 classes and 8 angles per pair stays under 14 MB.
+MOST_CHARACTERS = 13_000_000
 
 
 #: Scalars that the paper has, too, under its names.
@@ -48,11 +65,13 @@ class PageRun:
     analysis: dict[str, Any]
     """What `analyze` or `classes.describe` gives."""
     curves: dict[str, list[float | None]] = field(default_factory=dict)
-    """Columns of summary.csv, one value an epoch."""
-    samples: list[list[str]] | None = None
-    """Data URIs of a few images of each class."""
+    """Columns of equal length; `epoch` or `step` says where the values of a row belong."""
+    pictures: list[str | None] = field(default_factory=list)
+    """Data URIs of the examples of the analysis, in their order."""
     paper: dict[str, float] = field(default_factory=dict)
     """Scalars that the paper has for the row that the run's recipe is to reproduce."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """The recipe, flat, by which runs are compared."""
 
 
 def report(
@@ -106,14 +125,16 @@ def open_run(run: Path, name: str, data_dir: Path | None, split: str | None, dev
     analysis = _current_analysis(file, data_dir, split, wants_data=images is not None)
     if analysis is None:
         analysis = analyze(run, data_dir, split, device)
-    samples = None
-    if images is not None:
+    pictures: list[str | None] = []
+    if images is not None and analysis.get("examples") is not None:
         measured = analysis["data"]["split"]
-        if measured != recipe.val_split:  # an analysis from before: samples are to be of the images that it measured
+        if measured != recipe.val_split:  # an analysis from before: the pictures are of the images that it measured
             images = open_split(about, data_dir, measured)[0] or images
         room = MOST_CHARACTERS - len(json.dumps(analysis))
-        samples = sample_images(images, about.num_classes, budget=min(BUDGET, room))
-    return PageRun(name, analysis, read_curves(file.parent / SUMMARY), samples, of_paper({"paper": paper_row(about)}))
+        pictures = thumbnails(images, analysis["examples"], budget=min(BUDGET, room))
+    return PageRun(
+        name, analysis, curves_of(file.parent), pictures, of_paper({"paper": paper_row(about)}), settings_of(about)
+    )
 
 
 def of_paper(recipe: Mapping[str, Any]) -> dict[str, float]:
@@ -137,6 +158,8 @@ def _current_analysis(file: Path, data_dir: Path | None, split: str | None, want
     data = analysis["data"]
     if data is None:
         return None if wants_data else analysis
+    if wants_data and "examples" not in analysis:
+        return None  # of an earlier version
     other_folder = data_dir is not None and data["folder"] != str(data_dir)
     return None if other_folder or split not in (None, data["split"]) else analysis
 
@@ -151,27 +174,6 @@ def run_names(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def read_curves(path: Path) -> dict[str, list[float | None]]:
-    """The columns of a summary.csv; none if the file is not there."""
-    if not path.is_file():
-        return {}
-    try:
-        rows = list(csv.DictReader(io.StringIO(read_text(path, MOST_DESCRIPTION), newline="")))
-    except csv.Error as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    names = [key for key in (rows[0] if rows else {}) if key is not None]  # None: cells beyond the last name
-    columns = {key: [_number(row[key]) for row in rows] for key in names}
-    return {key: values for key, values in columns.items() if any(value is not None for value in values)}
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        value = float(text or "nan")
-    except ValueError:
-        return None
-    return float(f"{value:.6g}") if math.isfinite(value) else None
-
-
 # ------------------------------------------------------------------------------------------------ the file
 
 
@@ -183,13 +185,23 @@ def write_page(runs: Sequence[PageRun], output: Path, title: str = "") -> Path:
 
 
 def render_page(runs: Sequence[PageRun], title: str = "") -> str:
+    shown = dict.fromkeys(uri for run in runs for uri in run.pictures if uri is not None)
+    pictures = {uri: number for number, uri in enumerate(shown)}  # an image that two runs show is kept once
     data = {
         "title": title,
         "version": __version__,
         "scalars": [{"key": key, "title": t, "decimals": d, "about": a} for key, (t, d, a) in SCALARS.items()],
+        "pictures": list(pictures),
         "runs": [
-            {"name": run.name, "analysis": run.analysis, "curves": run.curves, "samples": samples, "paper": run.paper}
-            for run, samples in zip(runs, _once([run.samples for run in runs]), strict=True)
+            {
+                "name": run.name,
+                "analysis": run.analysis,
+                "curves": run.curves,
+                "pictures": [None if uri is None else pictures[uri] for uri in run.pictures],
+                "paper": run.paper,
+                "settings": run.settings,
+            }
+            for run in runs
         ],
     }
     contents = {
@@ -200,14 +212,6 @@ def render_page(runs: Sequence[PageRun], title: str = "") -> str:
     }
     # In one pass: what is put in is not searched for places to put things.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: contents[match[1]], _file("page.html"))
-
-
-def _once(samples: list[list[list[str]] | None]) -> list[list[list[str]] | int | None]:
-    """Samples that an earlier run has too are replaced by its number."""
-    firsts = [samples.index(own) for own in samples]
-    return [
-        own if first == i or own is None else first for i, (own, first) in enumerate(zip(samples, firsts, strict=True))
-    ]
 
 
 def script_safe_json(value: Any) -> str:

@@ -64,3 +64,13 @@ function anglesOf(index) {
   if (!decoded.has(index)) decoded.set(index, Angles.decode(data.runs[index].analysis.angles));
   return decoded.get(index);
 }
+
+/** The largest difference of one angle of A and one of B, in degrees, over all pairs. */
+function largestDifference(a, b, angleA, angleB) {
+  let most = 0;
+  for (let p = 0; p < a.pairs; p++) {
+    const [one, other] = [a.values[angleA * a.pairs + p], b.values[angleB * b.pairs + p]];
+    if (one !== MISSING && other !== MISSING) most = Math.max(most, Math.abs(one * a.limit - other * b.limit) / STEPS);
+  }
+  return most;
+}

@@ -8,6 +8,11 @@ const SCALES = {
     dark: ["#fde725", "#addc30", "#5ec962", "#28ae80", "#21918c", "#2c728e", "#3b528b", "#423a78", "#2e1a4d"],
     light: ["#081d58", "#1b3a8a", "#225ea8", "#1d91c0", "#41b6c4", "#7fcdbb", "#c0e5c9", "#e8f5dc", "#fbfdf0"],
   },
+  // Of mistakes: none recedes, many stand out.
+  count: {
+    dark: ["#1d232b", "#3b2a2a", "#5c302b", "#82392c", "#a9452e", "#cf5a37", "#ea7d4c", "#f8a774", "#fdd3ad"],
+    light: ["#fafbfc", "#fdebdd", "#fbd3b8", "#f8b389", "#f08d5b", "#e0673a", "#c34a24", "#973617", "#64230f"],
+  },
   // From A smaller than B to A larger: blue and orange, which all kinds of colour vision tell apart.
   difference: {
     dark: ["#7cc4ff", "#3b8fd6", "#24598c", "#1e2d3f", "#1b1e23", "#402a18", "#8a4b12", "#d97f1f", "#ffc077"],

@@ -1,26 +1,40 @@
-// Training curves of all runs together: one small drawing a column of summary.csv.
+// Training curves of all runs together: one small drawing for each column of numbers that a run recorded.
 
 const CURVES = [["eval_top1", "Top-1 accuracy (%)"], ["train_loss", "Training loss"], ["eval_loss", "Validation loss"],
   ["eval_top5", "Top-5 accuracy (%)"], ["eval_effective_rank", "Effective rank"], ["lr", "Learning rate"],
   ["head_lr", "Learning rate of the head"]];
+const NOT_CURVES = ["epoch", "step", "seconds"];
+const MOST_CURVES = 24;
 
 function showCurves() {
-  const place = byId("curves");
-  let drawn = 0;
-  for (const [key, title] of CURVES) {
-    const lines = data.runs.map((run, index) => ({ index, epochs: run.curves.epoch, values: run.curves[key] }))
-      .filter((line) => line.values && line.values.some((v) => v !== null));
-    if (!lines.length) continue;
-    drawn += 1;
-    place.append(drawCurve(title, lines));
+  const titles = new Map(CURVES);
+  const others = [...new Set(data.runs.flatMap((run) => Object.keys(run.curves)))]
+    .filter((key) => !titles.has(key) && !NOT_CURVES.includes(key)); // of a loop of one's own, under their own names
+  const drawn = [];
+  for (const key of [...titles.keys(), ...others].slice(0, MOST_CURVES)) {
+    for (const axis of ["epoch", "step"]) {
+      const lines = data.runs.map((run, index) => ({ index, at: placesOf(run.curves, axis), values: run.curves[key] }))
+        .filter((line) => line.at && line.values && line.values.some((v) => v !== null));
+      if (lines.length) drawn.push(drawCurve(titles.get(key) || key, axis, lines));
+    }
   }
-  byId("training").hidden = drawn === 0;
+  byId("curves").replaceChildren(...drawn);
+  byId("training").hidden = !drawn.length;
+  byId("training-note").textContent = "Look for a validation loss that rises while the training loss falls (overfitting), and for curves that still improve at the end (train longer).";
 }
 
-function drawCurve(title, lines) {
+/** Where the values of a run belong on an axis, or null if they belong on another; epochs are counted from 1. */
+function placesOf(curves, axis) {
+  const own = curves.epoch ? "epoch" : "step";
+  if (own !== axis) return null;
+  const places = curves[own] || Object.values(curves)[0]?.map((_, i) => i);
+  return places && axis === "epoch" && places[0] === 0 ? places.map((x) => x + 1) : places;
+}
+
+function drawCurve(title, axis, lines) {
   const width = 340, height = 200, left = 46, right = 10, top = 10, bottom = 28;
   const points = lines.map((line) => line.values
-    .map((y, i) => [(line.epochs?.[i] ?? i) + 1, y]).filter(([, y]) => y !== null));
+    .map((y, i) => [line.at[i], y]).filter(([, y]) => y !== null));
   const xs = points.flat().map(([x]) => x), ys = points.flat().map(([, y]) => y);
   const xTicks = ticks(Math.min(...xs), Math.max(...xs), 5, true), yTicks = ticks(Math.min(...ys), Math.max(...ys), 4);
   const [x0, x1] = [Math.min(...xs), Math.max(Math.max(...xs), Math.min(...xs) + 1)];
@@ -34,7 +48,8 @@ function drawCurve(title, lines) {
     picture.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: py(y), y2: py(y) }),
       svg("text", { x: left - 6, y: py(y) + 4, "text-anchor": "end" }, short(y, step)));
   }
-  for (const x of xTicks) picture.append(svg("text", { x: px(x), y: height - 9, "text-anchor": "middle" }, String(x)));
+  for (const x of xTicks) if (px(x) < width - right - 40) picture.append(svg("text", { x: px(x), y: height - 9, "text-anchor": "middle" }, x >= 1e4 ? `${short(x / 1000)}k` : String(x)));
+  picture.append(svg("text", { x: width - right, y: height - 9, "text-anchor": "end" }, axis));
   lines.forEach((line, n) => {
     const style = `stroke: ${runColor(line.index)}; fill: ${runColor(line.index)}`;
     picture.append(svg("polyline", { class: "curve", style, "stroke-dasharray": runDash(line.index),
@@ -51,7 +66,7 @@ function drawCurve(title, lines) {
       const at = x === null ? points[n].at(-1) : points[n].find((p) => p[0] === x);
       return element("span", { className: "entry" },
         element("span", { className: "dot", style: `--dot: ${runColor(line.index)}` }), at ? short(at[1], step) : "–");
-    }), x === null ? " at the end" : ` after epoch ${x}`);
+    }), x === null ? " at the end" : axis === "epoch" ? ` after epoch ${x}` : ` at step ${x.toLocaleString("en")}`);
   };
   picture.addEventListener("pointermove", (event) => {
     const box = picture.getBoundingClientRect();

@@ -38,6 +38,14 @@ const short = (value, step = Infinity) => {
   return String(Number(value.toPrecision(digits)));
 };
 
+/** A text that may be broken after the marks that join words in names of files and classes. */
+const breakable = (text) => text.split(/(?<=[_/.\-])(?=.)/u).flatMap((part, i) => i ? [document.createElement("wbr"), part] : [part]);
+
+/** A button that looks like a link. */
+const link = (text, go) => element("button", { type: "button", className: "link", onclick: go }, ...breakable(text));
+
+const plural = (count, one, many) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
+
 /** A name in the midst of other text, which must not change its order whatever direction the name is written in. */
 const isolated = (name) => `\u2068${name}\u2069`;
 
@@ -59,8 +67,7 @@ function distinct(names) {
   return names.map((name, i) => seen.get(name) > 1 || !name.trim() ? `${name} (${i})`.trim() : name);
 }
 
-/** The name of a run beside its dot, which may be broken after a slash. */
+/** The name of a run beside its dot, which may be broken. */
 function runLabel(index) {
-  const parts = data.runs[index].name.split(/(?<=\/)/).flatMap((part, i) => i ? [document.createElement("wbr"), part] : [part]);
-  return [element("span", { className: "dot", style: `--dot: ${runColor(index)}` }), "\u2060", ...parts];
+  return [element("span", { className: "dot", style: `--dot: ${runColor(index)}` }), "\u2060", ...breakable(data.runs[index].name)];
 }

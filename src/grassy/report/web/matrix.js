@@ -1,23 +1,21 @@
-// The matrix of angles as a canvas that can be zoomed and panned. Rows and columns are classes in the chosen order.
+// A number for each pair of classes as a canvas that can be zoomed and panned. Rows and columns are classes in an order.
 
 class Matrix {
-  constructor(canvas, handlers) {
+  constructor(canvas) {
     this.canvas = canvas;
     this.context = canvas.getContext("2d");
-    this.handlers = handlers; // onPair(i, j), onClass(i), onHover(cell or null, event)
     this.image = document.createElement("canvas");
     this.shown = null;
     this.selection = null; // classes [i, j]
     this.zoom = 1;
     this.left = 0; // the first visible column and row, in cells, not whole
     this.top = 0;
-    this.pointers = new Map();
     this.fits = new Map(); // names as they fit into the margin, for measuring takes time
-    this.listen();
     new ResizeObserver(() => this.draw()).observe(canvas.parentElement);
   }
 
-  /** What to show: value(i, j) in degrees, tone(i, j) between low and high to colour it by, the classes in order, names. */
+  /** What to show: value(i, j), tone(i, j) between low and high to colour it by, the classes in order, their names,
+   * text(value) if it is not a plain number, and points, [i, j] of each cell that is not empty, if most are. */
   show(shown) {
     const classes = shown.order.length;
     if (!this.shown || this.shown.order.length !== classes) this.reset();
@@ -52,7 +50,7 @@ class Matrix {
   layout() {
     const size = Math.max(200, Math.floor(this.canvas.parentElement.clientWidth));
     const longest = Math.min(16, this.shown.names.reduce((most, name) => Math.max(most, name.length), 1));
-    const gutter = Math.round(Math.min(size * 0.22, 16 + longest * 7));
+    const gutter = Math.round(Math.min(size * (size < 420 ? 0.3 : 0.22), 16 + longest * 7));
     const room = size - gutter;
     const classes = this.shown.order.length;
     const visible = classes / this.zoom;
@@ -76,18 +74,34 @@ class Matrix {
     pen.clearRect(0, 0, size, size);
     pen.imageSmoothingEnabled = cell * ratio < 1;
     pen.drawImage(this.image, this.left, this.top, visible, visible, gutter, gutter, room, room);
+    if (this.shown.points && cell * ratio < 2.5) this.drawPoints(pen, gutter, cell);
     this.drawValues(pen, gutter, cell, style);
     this.drawLabels(pen, gutter, room, cell, style);
     this.drawSelection(pen, gutter, room, cell, style);
     this.canvas.style.touchAction = this.zoom > 1 ? "none" : "pan-x pan-y";
   }
 
+  /** Few cells among a million empty ones would vanish: they are drawn larger than they are. */
+  drawPoints(pen, gutter, cell) {
+    const { points, table, tone, low, high } = this.shown, size = Math.max(cell, 1.6);
+    for (const [i, j] of points.toReversed()) { // the most frequent on top
+      const x = gutter + (this.place[j] - this.left) * cell, y = gutter + (this.place[i] - this.top) * cell;
+      if (x < gutter || y < gutter) continue;
+      const strength = Math.max(90, Math.min(255, Math.round(255 * (tone(i, j) - low) / (high - low || 1))));
+      const color = table[strength];
+      pen.fillStyle = `rgb(${color & 255} ${color >> 8 & 255} ${color >> 16 & 255})`;
+      pen.fillRect(x, y, size, size);
+    }
+  }
+
   /** Numbers inside of cells that are large enough. */
   drawValues(pen, gutter, cell, style) {
-    if (cell < 34) return;
-    const usual = Math.min(14, cell / 3);
+    const { text, own } = this.shown;
+    if (cell < (text ? 17 : 34)) return;
+    const usual = Math.min(14, cell / (text ? 1.7 : 3));
     pen.font = `${usual}px ${style.fontFamily}`;
-    const widest = Math.max(...[this.shown.low, this.shown.high].map((end) => pen.measureText(fixed(end, 1)).width));
+    const written = text || ((end) => fixed(end, 1));
+    const widest = Math.max(...[this.shown.low, this.shown.high].map((end) => pen.measureText(written(end)).width));
     const fitting = Math.min(usual, usual * (cell - 8) / widest); // smaller before shorter
     const decimals = fitting >= 11 ? 1 : 0;
     if (decimals) pen.font = `${fitting}px ${style.fontFamily}`;
@@ -98,13 +112,13 @@ class Matrix {
     for (let row = Math.floor(this.top); row < last(this.top); row++) {
       for (let column = Math.floor(this.left); column < last(this.left); column++) {
         const x = gutter + (column + 0.5 - this.left) * cell, y = gutter + (row + 0.5 - this.top) * cell;
-        if (row === column || x < gutter || y < gutter) continue;
+        if ((row === column && !own) || x < gutter || y < gutter) continue;
         const degrees = this.shown.value(this.shown.order[row], this.shown.order[column]);
         if (degrees !== degrees) continue;
         const color = this.pixels[row * classes + column];
         const light = 0.3 * (color & 255) + 0.59 * (color >> 8 & 255) + 0.11 * (color >> 16 & 255);
         pen.fillStyle = light > 105 ? "#10151c" : "#f4f7fa";
-        pen.fillText(fixed(degrees, decimals), x, y);
+        pen.fillText(text ? text(degrees) : fixed(degrees, decimals), x, y);
       }
     }
   }
@@ -230,59 +244,5 @@ class Matrix {
       return position < gutter || index < 0 || index >= classes ? null : this.shown.order[index];
     };
     return { row: at(y, this.top), column: at(x, this.left) };
-  }
-
-  // ------------------------------------------------------------------------------------------- events
-
-  listen() {
-    const canvas = this.canvas;
-    canvas.addEventListener("pointerdown", (event) => {
-      this.pointers.set(event.pointerId, { x: event.offsetX, y: event.offsetY });
-      if (this.pointers.size === 1) this.travelled = 0;
-    });
-    canvas.addEventListener("pointermove", (event) => this.moved(event));
-    canvas.addEventListener("pointerup", (event) => {
-      const known = this.pointers.delete(event.pointerId);
-      if (known && this.pointers.size === 0 && this.travelled < 5) this.clicked(event.offsetX, event.offsetY);
-    });
-    for (const name of ["pointercancel", "pointerleave"]) {
-      canvas.addEventListener(name, (event) => {
-        this.pointers.delete(event.pointerId);
-        this.handlers.onHover(null, event);
-      });
-    }
-    canvas.addEventListener("wheel", (event) => {
-      if (!event.ctrlKey && document.activeElement !== canvas) return; // the page scrolls
-      event.preventDefault();
-      this.zoomBy(Math.exp(-event.deltaY * (event.ctrlKey ? 0.01 : 0.002)), event.offsetX, event.offsetY);
-    }, { passive: false });
-  }
-
-  moved(event) {
-    const before = this.pointers.get(event.pointerId);
-    const now = { x: event.offsetX, y: event.offsetY };
-    if (!before) return this.handlers.onHover(this.hit(now.x, now.y), event);
-    const other = [...this.pointers].find(([id]) => id !== event.pointerId)?.[1];
-    const dx = now.x - before.x, dy = now.y - before.y;
-    this.travelled += Math.hypot(dx, dy);
-    if (other) {
-      const distance = (p) => Math.max(1, Math.hypot(p.x - other.x, p.y - other.y));
-      this.zoomBy(distance(now) / distance(before), (now.x + other.x) / 2, (now.y + other.y) / 2);
-    } else if (this.travelled >= 5) {
-      if (!this.canvas.hasPointerCapture(event.pointerId)) this.canvas.setPointerCapture(event.pointerId);
-      const { cell } = this.layout();
-      this.left -= dx / cell;
-      this.top -= dy / cell;
-      this.draw();
-    }
-    this.pointers.set(event.pointerId, now);
-  }
-
-  clicked(x, y) {
-    const cell = this.hit(x, y);
-    if (!cell || (cell.row === null && cell.column === null)) return;
-    if (cell.row === null || cell.column === null) this.handlers.onClass(cell.row ?? cell.column);
-    else if (cell.row === cell.column) this.handlers.onClass(cell.row);
-    else this.handlers.onPair(cell.row, cell.column);
   }
 }

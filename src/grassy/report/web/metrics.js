@@ -1,33 +1,39 @@
-// The table of metrics: a row a measure, a column a run.
+// All measures in groups, each with a sentence that says what to read from it: a row for a measure, a column for a run.
+
+const GROUPS = [
+  ["Accuracy", ["top1", "top5"], "Compare runs by these first; all other measures only explain them."],
+  ["Features", ["variability", "class_separation", "energy_inside"],
+    "A larger variability and a smaller R² mean that classes keep more of what tells their images apart, which often helps transfer."],
+  ["Classes", ["mean_effective_rank", "smallest_angle", "mean_smallest_angle", "orthonormality_error"],
+    "An effective rank near 1 means that subspaces are used like vectors: a smaller k would do. A very small angle marks two classes that the head hardly tells apart."],
+  ["Neural collapse", ["nc1", "nc2_norms", "nc2_angles", "nc2_simplex", "nc3"],
+    "Near 0, features of a class have shrunk to one point and the points stand evenly apart: good for these classes, often bad for transfer."],
+];
 
 function showMetrics() {
-  const table = byId("metrics");
-  const names = data.runs.map((_, i) => element("th", { scope: "col" }, ...runLabel(i)));
-  table.append(element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "Measure"), ...names)));
-  const body = element("tbody");
-  const facts = [
-    ["Model", (a) => a.model],
-    ["Head", (a) => describeHead(a)],
-    ["Measured on", (a) => a.data ? `${a.data.images.toLocaleString("en")} images, ${a.data.split}` : "weights alone"],
-  ];
-  for (const [title, of] of facts) {
-    const cells = data.runs.map((run) => element("td", { className: "fact" }, of(run.analysis) ?? "–"));
-    body.append(element("tr", {}, element("th", { scope: "row" }, title), ...cells));
-  }
-  for (const { key, title, decimals, about } of data.scalars) {
-    const values = data.runs.map((run) => run.analysis.scalars[key] ?? null);
-    if (values.every((value) => value === null)) continue;
-    const cells = values.map((value, i) => {
-      const text = value !== null && value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(2) : fixed(value, decimals);
-      const reference = data.runs[i].paper?.[key];
-      const beside = reference === undefined ? [] : [element("small", {}, `the paper: ${reference}`)];
-      return element("td", {}, text, ...beside);
-    });
-    const name = element("th", { scope: "row" }, title, element("small", {}, about));
-    body.append(element("tr", {}, name, ...cells));
-    byId("meanings").append(element("dt", {}, title), element("dd", {}, about));
-  }
-  table.append(body);
+  const about = new Map(data.scalars.map((scalar) => [scalar.key, scalar]));
+  const known = GROUPS.flatMap(([, keys]) => keys);
+  const groups = [...GROUPS, ["Others", data.scalars.map(({ key }) => key).filter((key) => !known.includes(key)), ""]];
+  const names = allRuns.map((run) => element("th", { scope: "col", role: "columnheader" }, ...runLabel(run.index)));
+  const bodies = groups.map(([title, keys, reading]) => {
+    const rows = keys.filter((key) => about.has(key)).map((key) => measureRow(about.get(key))).filter(Boolean);
+    return rows.length ? element("tbody", { role: "rowgroup" }, element("tr", { role: "row", className: "group" },
+      element("th", { scope: "rowgroup", role: "rowheader", colSpan: 1 + allRuns.length }, title, element("small", {}, reading))), ...rows) : null;
+  });
+  byId("metrics").replaceChildren(element("thead", { role: "rowgroup" }, row(element("th", { scope: "col", role: "columnheader" }, "Measure"), ...names)),
+    ...bodies.filter(Boolean));
+}
+
+function measureRow({ key, title, decimals, about }) {
+  const values = allRuns.map((run) => run.analysis.scalars[key] ?? null);
+  if (values.every((value) => value === null)) return null;
+  const cells = values.map((value, i) => {
+    const text = value !== null && value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(2) : fixed(value, decimals);
+    const reference = data.runs[i].paper?.[key];
+    const beside = reference === undefined ? [] : [element("small", {}, `the paper: ${reference}`)];
+    return element("td", { role: "cell", style: `--dot: ${runColor(i)}` }, text, ...beside);
+  });
+  return row(element("th", { scope: "row", role: "rowheader" }, title, element("small", {}, about)), ...cells);
 }
 
 function describeHead(analysis) {

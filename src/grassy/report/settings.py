@@ -1,0 +1,49 @@
+"""The settings of a run, flat, as text: what a page compares recipes by."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from grassy.runs.weights import Description
+
+#: Words about a recipe, which change nothing.
+NOT_SETTINGS = ("description", "paper", "base")
+
+
+def settings_of(about: Description) -> dict[str, str]:
+    """Everything a file of weights says about how its model was made: its recipe, or what `grassy.save` knows."""
+    recipe = {key: value for key, value in about.recipe.items() if key not in NOT_SETTINGS}
+    model = {
+        "model": about.model,
+        "head": about.head,
+        "model_kwargs": about.model_kwargs,
+        "num_classes": about.num_classes,
+        "img_size": recipe.get("img_size", about.img_size),
+        "crop_pct": about.crop_pct,
+        "interpolation": about.interpolation,
+    }
+    return dict(_flat({**model, **recipe, **{key: model[key] for key in ("model", "head", "num_classes")}}))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Pairs of "head.k" and "8"."""
+    found: list[tuple[str, str]] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found += _flat(value, f"{prefix}{key}.")
+        else:
+            found.append((f"{prefix}{key}", _text(value)))
+    return found
+
+
+def _text(value: Any) -> str:
+    """As a recipe has it, but shorter: at most some 200 characters."""
+    if value is None or value == "":
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list | tuple):
+        value = ", ".join(map(_text, value))
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:199]}…"
