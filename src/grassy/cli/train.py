@@ -25,6 +25,13 @@ def add(commands: Commands) -> None:
     parser.add_argument("--initial-checkpoint", metavar="PATH", help="weights to begin with")
     for flag, kind in (("--seed", int), ("--epochs", int), ("--batch-size", int), ("--lr", float), ("--workers", int)):
         parser.add_argument(flag, type=kind, help=f"the recipe's {flag[2:].replace('-', '_')}")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long a process of many waits for the others",
+    )
     add_device(parser)
     parser.set_defaults(run=run, extra="train")
 
@@ -41,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.settings, given)
     output = args.output or Path("runs") / run_name(args.recipe)
     try:
-        state = train(recipe, args.data_dir, output, args.resume, args.device)
+        state = train(recipe, args.data_dir, output, args.resume, args.device, timeout=args.timeout)
     except TrainingStopped as error:
         return fail(str(error), args, code=1)
     if state.stopped_by is None and int(os.environ.get("RANK", 0)) == 0 and output.exists():

@@ -146,8 +146,14 @@ def _unseen(images: Images, held_out: Images) -> list[str]:
 def _check_division(recipe: Recipe, parts: int) -> None:
     size, rest = divmod(recipe.batch_size, parts)
     if rest:
+        whole = recipe.batch_size // recipe.grad_accum_steps
+        numbers = [number for number in range(1, min(whole, 1024) + 1) if whole % number == 0]
+        near = [number for number in numbers if number * recipe.grad_accum_steps < parts][-1:] + [
+            number for number in numbers if number * recipe.grad_accum_steps > parts
+        ][:1]
         raise ValueError(
-            f"batch_size {recipe.batch_size} is not divisible by {parts}, processes times grad_accum_steps"
+            f"batch_size {recipe.batch_size} is not divisible by {parts}, processes times grad_accum_steps; "
+            f"{' or '.join(map(str, near))} processes can share it"
         )
     if recipe.mixes and size % 2:
         raise ValueError(f"mixup and cutmix pair up images: {size} in a batch is not an even number")

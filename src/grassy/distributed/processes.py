@@ -4,11 +4,18 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from grassy.distributed.rendezvous import Meeting, hosted_by_agent, meet
+
+#: Seconds that a process waits for the others before it gives up.
+TIMEOUT = 600.0
+_meetings: list[Meeting] = []
 
 
 @dataclass(frozen=True)
@@ -25,8 +32,13 @@ class Process:
 
 
 @contextlib.contextmanager
-def joined(device: str = "auto") -> Iterator[Process]:
-    """Join the processes that torchrun started, or be the only one."""
+def joined(device: str = "auto", timeout: float = TIMEOUT) -> Iterator[Process]:
+    """Join the processes that torchrun started, or be the only one.
+
+    timeout: seconds to wait for the others, in everything that is done together, before an error.
+    """
+    if not 1 <= timeout <= 10**6:
+        raise ValueError(f"timeout must be between 1 and 1,000,000 seconds, got {timeout:g}")
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield Process(find_device(device))
         return
@@ -35,12 +47,25 @@ def joined(device: str = "auto") -> Iterator[Process]:
         torch.cuda.set_device(chosen)
     started_here = not dist.is_initialized()
     if started_here:
-        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        # Beside NCCL there is gloo for what lies on the CPU: to agree on something, no GPU is waited for.
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        try:
+            _start(backend, timeout)
+        except RuntimeError as error:  # of torch's, in many lines
+            raise ConnectionError(f"cannot join the other processes: {str(error).splitlines()[0][:200]}") from error
     try:
         yield Process(chosen, dist.get_rank(), dist.get_world_size())
     finally:
         if started_here:
             dist.destroy_process_group()
+
+
+def _start(backend: str, timeout: float) -> None:
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout)}
+    if hosted_by_agent():
+        _meetings.append(meeting := meet(timeout))
+        options |= {"store": meeting.store, "rank": meeting.rank, "world_size": meeting.world_size}
+    dist.init_process_group(backend, **options)
 
 
 def summed(values: Tensor) -> Tensor:
@@ -93,6 +118,11 @@ def averaged_buffers(*models: nn.Module) -> Iterator[None]:
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Batch statistics and the like, by name; counters are the same in all processes."""
     return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+
+
+def silent_ranks() -> list[int]:
+    """Ranks that do not answer, asked by those that could not reach each other; empty if nobody knows."""
+    return _meetings[-1].silent_ranks() if _meetings else []
 
 
 def wait_for_all() -> None:

@@ -1,6 +1,6 @@
 """Accuracy of a model on a set of labelled images."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -50,9 +50,9 @@ def evaluate(
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     failures: list[Failure] = []
     with SubspaceUse(model) as use:
-        for batch in batches:
+        for batch in in_step(batches, sharded):
             failures += batch.failures
-            if batch.blank == len(batch.labels):  # not one that would tell how large its images are
+            if not batch.images.numel():  # not one that would tell how large its images are
                 continue
             images, labels = prepare(batch.images.to(device), batch.labels.to(device))
             with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
@@ -75,3 +75,26 @@ def evaluate(
         raise ValueError(f"none of the images could be read{first}")
     top1, top5 = 100 * top1 / images_read, 100 * top5 / images_read
     return Metrics(loss / images_read, top1, top5, int(images_read), rank), failures
+
+
+def in_step(batches: Iterable[Batch], sharded: bool) -> Iterator[Batch]:
+    """The same batches; a process that has no more, or none that could be read, gets a blank image instead.
+
+    So all processes make the same number of forward passes, whatever their share of the images: a model whose weights
+    are sharded needs all of them in each. Without an image anywhere, a batch has images of no size.
+
+    sharded: each process of the run has its own batches.
+    """
+    own = iter(batches)
+    while True:
+        batch = next(own, None)
+        read = batch is not None and batch.blank < len(batch.labels)
+        size = list(batch.images.shape[-2:]) if batch is not None and read else [0, 0]
+        asked = torch.tensor([batch is not None, *size])
+        more, *size = (distributed.largest(asked) if sharded else asked).tolist()
+        if not more:
+            return
+        if batch is None or not read:
+            blank = torch.zeros(1, 3, *size, dtype=torch.uint8)
+            batch = Batch(blank, torch.tensor([-1]), failures=batch.failures if batch is not None else [], blank=1)
+        yield batch

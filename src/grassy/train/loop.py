@@ -30,16 +30,23 @@ _LAST_RUN: list[Run] = []
 
 
 def train(
-    recipe: Recipe, data_dir: Path | None, output: Path, resume: str = "", device: str = "auto", quiet: bool = False
+    recipe: Recipe,
+    data_dir: Path | None,
+    output: Path,
+    resume: str = "",
+    device: str = "auto",
+    quiet: bool = False,
+    timeout: float = distributed.TIMEOUT,
 ) -> Position:
     """Train what the recipe says on the images in `data_dir`; checkpoints and records go to the folder `output`.
 
     resume: "" begins a run, "auto" goes on with the one in `output` if there is one, a path with that one.
+    timeout: seconds that a process of several waits for the others before it stops and names those that are silent.
 
     Ctrl-C and SIGTERM finish the update, save and return; `stopped_by` then is the signal's number.
     """
     with (
-        distributed.joined(device) as process,
+        distributed.joined(device, timeout) as process,
         trouble_explained(recipe, process, output),
         opened_run(recipe, data_dir, output, resume, process, quiet) as (run, steps, checkpoints, reporter),
     ):

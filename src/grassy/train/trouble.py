@@ -39,7 +39,9 @@ def trouble_explained(recipe: Recipe, process: Process, output: Path) -> Iterato
                 f"need less; {last_good(output)}"
             ) from error
         if isinstance(error, dist.DistError) or "/gloo/" in reason:
-            message = f"another process of this run has ended, or cannot be reached; {last_good(output)} ({reason})"
+            silent = ", ".join(map(str, distributed.silent_ranks()))
+            who = f"rank {silent} of {process.world_size}" if silent else "another process of this run"
+            message = f"{who} has ended, or cannot be reached; {last_good(output)} ({reason})"
             raise TrainingStopped(message) from error
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
             raise

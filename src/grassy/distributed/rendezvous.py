@@ -1,0 +1,82 @@
+"""How the processes that torchrun started find each other, also after a restart, and who is missing later.
+
+torchrun's agent hosts one store for all its restarts, and torch takes no care that a process finds there only what its
+living peers have written: with the address of a dead one it gives up, or waits without end (torch 2.13; pytorch issue
+135712). Nor does torchrun number its restarts alike on all machines. So the processes agree on a name first, under
+which nobody has written before.
+"""
+
+import hashlib
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+#: Seconds between two looks into the store.
+PAUSE = 0.02
+#: Seconds in which those that have given up tell each other.
+ROLL_CALL = 2.0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A store that only the processes of this start write to."""
+
+    store: Store
+    rank: int
+    world_size: int
+
+    def silent_ranks(self) -> list[int]:
+        """Ranks that do not answer, asked by those that could not reach each other: all of them call it."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        end = time.monotonic() + ROLL_CALL
+        try:
+            self.store.set(f"trouble/{self.rank}", "")
+            while others and time.monotonic() < end:
+                time.sleep(PAUSE)
+                others = [rank for rank in others if not self.store.check([f"trouble/{rank}"])]
+        except DistError:  # the machine of the store is not there either
+            return []
+        return others
+
+
+def hosted_by_agent() -> bool:
+    """Whether an agent of torchrun, not a process of the run, hosts the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def meet(timeout: float) -> Meeting:
+    """Meet the other processes of this start; a ConnectionError names those that do not come.
+
+    Each process writes down a number that it has drawn. Rank 0 lists all of them, again if one of them changes: it was
+    that of a process that is dead. Whoever finds its own number in the list says yes, and with all of them it counts.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, patience = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=timeout)
+    store = TCPStore(*address, is_master=False, timeout=patience)
+    hall, own, ranks = PrefixStore("grassy", store), secrets.token_hex(8), range(world_size)
+    hall.set(f"here/{rank}", own)
+    end, listed = time.monotonic() + timeout, ""
+    while time.monotonic() < end:
+        if rank == 0 and hall.check([f"here/{each}" for each in ranks]):
+            found = ",".join(hall.get(f"here/{each}").decode() for each in ranks)
+            if found != listed:
+                hall.set("list", listed := found)
+        elif rank and hall.check(["list"]):
+            found = hall.get("list").decode()
+            if found.split(",")[rank : rank + 1] == [own] and len(found.split(",")) == world_size:
+                listed = found
+        if listed:
+            name = f"start/{hashlib.sha256(listed.encode()).hexdigest()}"
+            hall.set(f"{name}/yes/{rank}", "")
+            if rank == 0 and hall.check([f"{name}/yes/{each}" for each in ranks]):
+                hall.set(f"{name}/go", "")
+            if hall.check([f"{name}/go"]):
+                return Meeting(PrefixStore(f"grassy/{name}", store), rank, world_size)
+        time.sleep(PAUSE)
+    missing = [each for each in ranks if not hall.check([f"here/{each}"])]
+    who = f"rank {', '.join(map(str, missing))}" if missing else "a process"
+    raise ConnectionError(f"{who} of the {world_size} of this run did not come within {timeout:g} seconds")

@@ -1,0 +1,142 @@
+"""Runs under torchrun that lose a process, again and again, and end as if they never had.
+
+`GRASSY_KILLS=20 pytest tests/train/test_surviving.py` kills twenty times.
+"""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from grassy.runs.state import STATE, read_torch
+from grassy.runs.weights import BEST, LAST, read_weights
+from training_cases import tiny_arrays, tiny_recipe
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc"),
+]
+
+KILLS = int(os.environ.get("GRASSY_KILLS", "3"))
+#: Seconds in which a run that has lost a process must be back at work, on a machine that is busy.
+PATIENCE = 120
+
+
+class Torchrun:
+    """`grassy train --resume auto` in several processes, which torchrun starts again if one of them ends."""
+
+    def __init__(self, folder, recipe, data, output, *settings, ranks=2, restarts=0):
+        file = folder / f"{output.name}.yaml"
+        file.write_text(yaml.safe_dump(recipe.to_dict()))
+        launch = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+        words = ["train", str(file), "--data-dir", str(data), "--output", str(output), "--resume", "auto", *settings]
+        self.output, self.lines = output, []
+        command = [sys.executable, "-m", "torch.distributed.run", *launch, "-m", "grassy", *words]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stderr), daemon=True)
+        self.reader.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        for rank in range(8):
+            with contextlib.suppress(LookupError, OSError):
+                os.kill(self.pid_of(rank), signal.SIGKILL)
+
+    def pid_of(self, rank):
+        """The process that torchrun has started for a rank."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError, IndexError):
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                environment = (folder / "environ").read_bytes().split(b"\0")
+                if parent == self.process.pid and f"RANK={rank}".encode() in environment:
+                    return int(folder.name)
+        raise LookupError(f"no process of rank {rank}")
+
+    def wait_for(self, condition):
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            assert self.process.poll() is None, f"it has ended:\n{''.join(self.lines[-30:])}"
+            assert time.monotonic() < end, f"it hangs:\n{''.join(self.lines[-30:])}"
+            time.sleep(0.002)
+
+    def finish(self):
+        """What it has written to stderr."""
+        assert self.process.wait(PATIENCE) == 0, "".join(self.lines[-30:])
+        self.reader.join()
+        return "".join(self.lines)
+
+
+def updates_saved(output):
+    """How many updates the state on the disk has seen."""
+    if not (output / STATE).exists():
+        return 0
+    saved = read_torch(output / STATE)
+    return saved["progress"]["epoch"] * saved["updates"] + saved["progress"]["update"]
+
+
+def writing(output):
+    return any(output.glob(".writing-*"))
+
+
+def kill_again_and_again(run, kills, saved, is_saving, seed=1):
+    """kill -9 of a random rank, every other time while a checkpoint is being written; what was saved before each."""
+    draw, before = random.Random(seed), []
+    for number in range(kills):
+        start = saved(run.output)
+        run.wait_for(lambda start=start: saved(run.output) > start)  # it is back at work
+        time.sleep(draw.uniform(0, 0.4))
+        rank = draw.randrange(2)
+        victim = run.pid_of(rank)
+        if number % 2:
+            run.wait_for(lambda: is_saving(run.output))
+        os.kill(victim, signal.SIGKILL)
+        run.wait_for(lambda victim=victim: not Path(f"/proc/{victim}").exists())
+        before.append(saved(run.output))
+    return before
+
+
+def test_ranks_that_are_killed_again_and_again_cost_nothing_that_was_saved(tmp_path):
+    recipe = tiny_recipe(checkpoint_interval=1e-9, epochs=10 + 8 * KILLS, val_interval=10)
+    data = tiny_arrays(tmp_path / "data", images=80)
+    with Torchrun(tmp_path, recipe, data, tmp_path / "run", restarts=KILLS) as run:
+        before = kill_again_and_again(run, KILLS, updates_saved, writing)
+        text = run.finish()
+    resumed = [int(number) for number in re.findall(r"resumed after update (\d+)", text)]
+    print(f"killed at {before}, resumed at {resumed}")
+    assert len(resumed) == KILLS
+    assert all(after >= saved for after, saved in zip(resumed, before, strict=True))
+    with Torchrun(tmp_path, recipe, data, tmp_path / "whole") as whole:
+        whole.finish()
+    for name in (LAST, BEST):
+        ends, expected = read_weights(tmp_path / "run" / name), read_weights(tmp_path / "whole" / name)
+        assert all(torch.equal(ends[key], expected[key]) for key in expected)
+    assert not writing(tmp_path / "run")
+
+
+def test_a_rank_that_is_stuck_is_named_in_time_and_the_run_goes_on_without_it(tmp_path):
+    recipe = tiny_recipe(checkpoint_interval=1e-9, epochs=60, val_interval=10)
+    data = tiny_arrays(tmp_path / "data", images=80)
+    with Torchrun(tmp_path, recipe, data, tmp_path / "run", "--timeout", "4", restarts=1) as run:
+        run.wait_for(lambda: updates_saved(tmp_path / "run") > 20)
+        stuck = run.pid_of(1)
+        os.kill(stuck, signal.SIGSTOP)
+        begin = time.monotonic()
+        run.wait_for(lambda: any("rank 1 of 2 has ended, or cannot be reached" in line for line in run.lines))
+        assert time.monotonic() - begin < 30  # 4, 2 for the roll call, and a busy machine
+        os.kill(stuck, signal.SIGKILL)  # as torchrun does by itself half a minute later
+        assert "resumed after update" in run.finish()
+    assert updates_saved(tmp_path / "run") == 600
