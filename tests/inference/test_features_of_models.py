@@ -38,7 +38,7 @@ def test_features_are_what_the_classifier_is_given(run, tmp_path):
 
     model = grassy.load(run)
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-    pixels = torch.stack([transform(images.load(i)[0]) for i in range(len(images))])
+    pixels = torch.stack([transform(Image.fromarray(images.load(i)[0])) for i in range(len(images))])
     with torch.no_grad():
         expected = model.forward_head(model.forward_features(pixels), pre_logits=True)
     torch.testing.assert_close(found.features, expected, rtol=1e-4, atol=1e-4)
@@ -321,11 +321,10 @@ def test_images_are_cropped_as_the_model_was_trained(monkeypatch, tmp_path):
     assert squashed.crop_mode == "squash"
     striped = np.zeros((100, 400, 3), np.uint8)
     striped[:, :60] = 255  # cut away by a crop of the centre, and kept by squashing
-    image = Image.fromarray(striped)
     center = FeatureModel(**{**vars(squashed), "crop_mode": "center"})
     assert center.preparation() != squashed.preparation()
-    assert np.asarray(feature_module._transform(squashed)(image)).max() == 255
-    assert np.asarray(feature_module._transform(center)(image)).max() == 0
+    assert np.asarray(feature_module._transform(squashed)(striped)).max() == 255
+    assert np.asarray(feature_module._transform(center)(striped)).max() == 0
     monkeypatch.setattr(timm.data, "resolve_model_data_config", lambda _: {**config, "input_size": (3, 128, 256)})
     with pytest.raises(ValueError, match="timm/resnet18 takes images of 128x256: only square"):
         open_model("timm/resnet18", pretrained=False)

@@ -46,7 +46,7 @@ def test_a_validation_split_is_trained_on_only_beside_a_test_split(kind, splits,
     data = open_set(f"mine={make(tmp_path / 'mine', kind, splits)}", None)
     assert (data.name, len(data.train), len(data.test)) == ("mine", train, test)
     assert data.train.labels().tolist().count(1) == train // 2
-    assert data.test.load(0)[0].size == (8, 8)
+    assert data.test.load(0)[0].shape == (8, 8, 3)
 
 
 def test_what_is_not_there_is_named(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from grassy.data.class_folders import is_hidden, open_files
-from grassy.data.decode import open_image, to_rgb
+from grassy.data.decode import read_pixels, to_rgb
 from grassy.runs.recipe_values import check_dataset
 from grassy.runs.schema import open_regular
 from grassy.spelling import nearest
@@ -27,8 +27,8 @@ class Images(Protocol):
 
     def __len__(self) -> int: ...
 
-    def load(self, index: int) -> tuple[Any, int]:
-        """An RGB image of Pillow and its label. Raises if the image cannot be read."""
+    def load(self, index: int) -> tuple[np.ndarray, int]:
+        """The RGB pixels (H, W, 3) of an image, as uint8, and its label. Raises if the image cannot be read."""
 
     def name(self, index: int) -> str: ...
 
@@ -88,10 +88,8 @@ class ArrayImages:
     def __len__(self) -> int:
         return len(self.images)
 
-    def load(self, index: int) -> tuple[Any, int]:
-        from PIL import Image
-
-        return Image.fromarray(self.images[index]), int(self._labels[index])
+    def load(self, index: int) -> tuple[np.ndarray, int]:
+        return self.images[index], int(self._labels[index])
 
     def name(self, index: int) -> str:
         return f"{self.where}[{index}]"
@@ -171,14 +169,14 @@ class ReaderImages:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def load(self, index: int) -> tuple[Any, int]:
+    def load(self, index: int) -> tuple[np.ndarray, int]:
         if self.reader is None:
             image, label = self.dataset[index]
-            return to_rgb(image), int(label)
+            return np.array(to_rgb(image)), int(label)
         # The reader itself, not timm's ImageDataset, which would quietly take another image for one that is broken.
         file, label, *_ = self.reader[index]
         with file:
-            return to_rgb(open_image(file)), int(label)
+            return read_pixels(file), int(label)
 
     def name(self, index: int) -> str:
         if self.reader is None:
@@ -230,7 +228,7 @@ class Joined:
         part = int(np.searchsorted(self.ends, index, side="right"))
         return self.parts[part], index - int(self.ends[part] - len(self.parts[part]))
 
-    def load(self, index: int) -> tuple[Any, int]:
+    def load(self, index: int) -> tuple[np.ndarray, int]:
         images, place = self._find(index)
         return images.load(place)
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from grassy.data.decode import open_image, reason_for, to_rgb
@@ -125,7 +126,7 @@ def _decode(decode: partial[Any], sample: dict[str, Any]) -> dict[str, Any] | No
             if key in sample:
                 open_image(io.BytesIO(sample[key]))  # the header alone: timm would take all that Pillow knows
         decoded = decode(sample)
-        return decoded and {**decoded, "jpg": to_rgb(decoded["jpg"])}
+        return decoded and {**decoded, "jpg": np.array(to_rgb(decoded["jpg"]))}
     except Exception as error:  # as for files
         _unreadable.append(Failure(f"{sample.get('__key__')} of {sample.get('__url__')}", reason_for(error)))
         return None

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from grassy.data.batch_transforms import Preparation
 from grassy.data.images import ArrayImages, Images, Joined, ReaderImages
 from grassy.data.loader import Failure, Share, ValidationLoader
-from grassy.data.transforms import Transform
+from grassy.data.transforms import Transform, of_pixels
 from grassy.inference.feature_models import FeatureModel
 from grassy.models import import_timm
 from grassy.runs.atomic import TEMPORARY, write_atomically
@@ -110,14 +110,14 @@ def _batches(
 
 
 def _transform(source: FeatureModel) -> Transform:
-    transform: Transform = import_timm().data.create_transform(
+    transform = import_timm().data.create_transform(
         source.img_size,
         crop_pct=source.crop_pct,
         crop_mode=source.crop_mode,
         interpolation=source.interpolation,
         use_prefetcher=True,
     )
-    return transform
+    return of_pixels(transform)
 
 
 def _layers_to_watch(source: FeatureModel) -> dict[str, nn.Module]:
@@ -197,7 +197,7 @@ def _add_contents(images: ReaderImages, add: Any, update: Any) -> None:
         for index in range(len(images)):
             try:
                 image, label = images.load(index)
-                add(image.size, label, hashlib.sha256(image.tobytes()).hexdigest())
+                add(image.shape[1::-1], label, hashlib.sha256(image.tobytes()).hexdigest())
             except Exception as error:  # an image that cannot be read is dealt with when its features are wanted
                 add(str(error))
 

@@ -59,8 +59,10 @@ def _most_needed_first(examples: dict[str, Any]) -> list[int]:
 
 
 def _thumbnail(images: Images, index: int, size: int) -> str | None:
+    from PIL import Image
+
     try:
-        image: Any = images.load(index)[0]
+        image = Image.fromarray(images.load(index)[0])
         small = max(image.size) <= PIXEL_ART  # the page enlarges it without smoothing
         image.thumbnail((size, size))
         file = io.BytesIO()

@@ -157,7 +157,7 @@ class FileImages(ReaderImages):
     def _known_labels(self) -> np.ndarray | None:
         return self.labels()
 
-    def load(self, index: int) -> tuple[Any, int]:
+    def load(self, index: int) -> tuple[np.ndarray, int]:
         file = self.name(index)
         if self._known_labels is None or not os.path.exists(file):
             return super().load(index)

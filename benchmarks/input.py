@@ -1,0 +1,238 @@
+"""Images per second from JPEG files: grassy's loader, timm's, and torchvision's reference transforms.
+
+    python -m benchmarks.input                          the loaders alone
+    python -m benchmarks.input --train resnet50         an iteration on every batch; on a GPU, in bfloat16
+    python -m benchmarks.input --source photos          files made of your photos
+
+The files have the size of ImageNet's: 10,000 JPEG images of 500 x 375 pixels, quality 90, about 110 kB. They are made
+of two photos that come with scikit-learn, or of the images below --source: random cutouts, enlarged, with grain. All
+contestants get the same files, batch size, number of workers and augmentation: a random resized crop to 224 pixels and
+a flip, with or without RandAugment. They take turns. A turn is the beginning of an epoch, without its first batch.
+
+timm's loader collates uint8 images, its fastest way, as grassy's does; both leave the normalisation to the device.
+torchvision's reference normalises in its workers. With --train, "resident" repeats one batch that stays on the device.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import grassy
+from benchmarks.gpu import machine, save
+from grassy.data.images import open_images
+from grassy.data.loader import EpochBatches, Share, WorkerLoader, processors
+from grassy.data.transforms import train_transform
+from grassy.models import import_timm
+from grassy.runs.recipe import Recipe
+from grassy.terminal import bar
+
+SIZE, CROP, QUALITY, CLASSES = (500, 375), 224, 90, 10
+GRAIN = 16.0  # levels of 256; it makes files of about 110 kB
+#: RandAugment as RSB A2 and DeiT use it.
+AUGMENTATIONS = {"crop and flip": "", "with RandAugment": "rand-m7-mstd0.5-inc1"}
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+# --------------------------------------------------------------------------------------------------- files
+
+
+def make_files(folder: Path, count: int, source: Path | None) -> None:
+    """`count` JPEG files in class folders below folder/train, unless they are there."""
+    from PIL import Image
+
+    if len(list(folder.glob("train/*/*.jpg"))) == count:
+        return
+    rng = np.random.default_rng(0)
+    photos = _photos(source)
+    with bar("Making files", count) as advance:
+        for number in range(count):
+            photo = photos[number % len(photos)]
+            scale = rng.uniform(0.3, 0.9)
+            width, height = (max(8, round(scale * side)) for side in photo.size)
+            left, top = rng.integers(0, photo.width - width + 1), rng.integers(0, photo.height - height + 1)
+            cutout = photo.crop((left, top, left + width, top + height)).resize(SIZE, Image.Resampling.BICUBIC)
+            grain = rng.normal(0, GRAIN, (SIZE[1], SIZE[0], 1))
+            pixels = (np.asarray(cutout) + grain).clip(0, 255).astype(np.uint8)
+            path = folder / "train" / f"class{number % CLASSES}" / f"{number:05}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(path, quality=QUALITY)
+            advance()
+
+
+def _photos(source: Path | None) -> list[Any]:
+    from PIL import Image
+
+    if source is None:
+        from sklearn.datasets import load_sample_images
+
+        return [Image.fromarray(pixels) for pixels in load_sample_images().images]
+    files = sorted(path for path in source.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))
+    if not files:
+        raise SystemExit(f"{source} holds no .jpg or .png files.")
+    return [Image.open(path).convert("RGB") for path in files[:: max(1, len(files) // 500)]]
+
+
+# --------------------------------------------------------------------------------------------------- contestants
+
+Epoch = Callable[[int], Iterator[tuple[Tensor, Tensor]]]
+
+
+def from_grassy(folder: Path, policy: str, batch: int, workers: int, device: torch.device) -> Epoch:
+    recipe = Recipe(img_size=CROP, aa=policy, interpolation="bicubic", color_jitter=0.0, batch_size=batch)
+    images = open_images("", folder, "train")
+    batches = EpochBatches(len(images), batch, 1, Share(), seed=0)
+    loader = WorkerLoader(images, train_transform(recipe), batches, workers, device)
+    mean, std = (255 * torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (MEAN, STD))
+
+    def epoch(number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for (part,) in loader.epoch(number):
+            yield (part.images - mean) / std if device.type == "cuda" else part.images, part.labels
+
+    return epoch
+
+
+def from_timm(folder: Path, policy: str, batch: int, workers: int, device: torch.device) -> Epoch:
+    import_timm()
+    from timm.data import create_dataset, create_loader
+
+    loader = create_loader(
+        create_dataset("", root=str(folder), split="train", is_training=True),
+        input_size=(3, CROP, CROP),
+        batch_size=batch,
+        is_training=True,
+        use_prefetcher=True,
+        auto_augment=policy or None,
+        color_jitter=None,
+        interpolation="bicubic",
+        mean=MEAN,
+        std=STD,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        persistent_workers=True,
+        device=device,
+    )
+    return lambda _: iter(loader if device.type == "cuda" else loader.loader)
+
+
+def from_torchvision(folder: Path, policy: str, batch: int, workers: int, device: torch.device) -> Epoch:
+    import_timm()
+    from torchvision import datasets, transforms
+
+    mode = transforms.InterpolationMode.BICUBIC
+    steps: list[Any] = [transforms.RandomResizedCrop(CROP, interpolation=mode), transforms.RandomHorizontalFlip()]
+    if policy:
+        steps.append(transforms.RandAugment(magnitude=7, interpolation=mode))
+    steps += [transforms.PILToTensor(), transforms.ConvertImageDtype(torch.float), transforms.Normalize(MEAN, STD)]
+    loader = torch.utils.data.DataLoader(
+        datasets.ImageFolder(str(folder / "train"), transforms.Compose(steps)),
+        batch,
+        shuffle=True,
+        drop_last=True,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        persistent_workers=True,
+    )
+
+    def epoch(_: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for images, labels in loader:
+            yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
+    return epoch
+
+
+CONTESTANTS = {"grassy": from_grassy, "timm": from_timm, "torchvision": from_torchvision}
+
+
+# --------------------------------------------------------------------------------------------------- measuring
+
+
+def training(name: str, device: torch.device) -> Callable[[Tensor, Tensor], None]:
+    """One iteration of a model with a Grassmann head."""
+    model = import_timm().create_model(name, num_classes=CLASSES).to(device, memory_format=torch.channels_last)
+    grassy.replace_head(model, "grassmann", k=8, gamma="auto")
+    optimizer = grassy.make_optimizer(model, "sgd", lr=0.01)
+    compiled = torch.compile(model) if device.type == "cuda" else model
+
+    def update(images: Tensor, labels: Tensor) -> None:
+        images = images.float().contiguous(memory_format=torch.channels_last)
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = grassy.classification_loss(compiled, images, labels)
+        loss.backward()
+        optimizer.step()
+
+    return update
+
+
+def rate(batches: Iterable[tuple[Tensor, Tensor]], count: int, use: Callable[[Tensor, Tensor], None] | None) -> float:
+    """Images per second over `count` batches, after the first one."""
+    seen, start = 0, 0.0
+    for number, (images, labels) in enumerate(batches):
+        if use is not None:
+            use(images, labels)
+        if number == 0:
+            start = _now(images.device)
+            continue
+        seen += len(images)
+        if number == count:
+            break
+    return seen / (_now(images.device) - start)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", type=Path, default=Path("runs/bench/jpeg"), help="where the files are, or are made")
+    parser.add_argument("--count", type=int, default=10_000, help="number of files")
+    parser.add_argument("--source", type=Path, help="folder of photos to make the files of")
+    parser.add_argument("--train", metavar="MODEL", help="train this timm model on the batches")
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--batches", type=int, default=20, help="in a turn")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=processors())
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    if args.count < args.batch_size * (args.batches + 1):
+        parser.error(f"{args.batches + 1} batches of {args.batch_size} need more than {args.count} files")
+    make_files(args.files, args.count, args.source)
+    sizes = [path.stat().st_size for path in args.files.glob("train/*/*.jpg")]
+    result: dict[str, Any] = {**machine(device.type), "workers": args.workers, "batch_size": args.batch_size}
+    result |= {"files": len(sizes), "mean_bytes": round(statistics.mean(sizes)), "model": args.train, "rows": {}}
+    use = training(args.train, device) if args.train else None
+    for title, policy in AUGMENTATIONS.items():
+        epochs = {
+            name: make(args.files, policy, args.batch_size, args.workers, device) for name, make in CONTESTANTS.items()
+        }
+        if use is not None:
+            kept = next(iter(epochs["grassy"](0)))
+            epochs["resident"] = lambda _, kept=kept: iter([kept] * (args.batches + 1))
+        rates: dict[str, list[float]] = {name: [] for name in epochs}
+        for turn in range(args.turns + 1):  # the first, in which workers start and kernels compile, does not count
+            for name, epoch in epochs.items():
+                found = rate(epoch(turn), args.batches, use)
+                rates[name] += [found] if turn else []
+        medians = {name: statistics.median(values) for name, values in rates.items()}
+        result["rows"][title] = {"images_per_second": rates, "medians": medians}
+        for name, median in medians.items():
+            spread = f"{min(rates[name]):.0f} to {max(rates[name]):.0f}"
+            print(f"{title:17} {name:12} {median:8.0f} images/s ({spread}), {median / medians['timm']:.2f} x timm")
+    kind = "_train" if args.train else ""
+    save(result, args.output or Path(f"runs/bench/input{kind}_{device.type}.json"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Crops of pixels: those of timm."""
+
+import numpy as np
+import pytest
+from PIL import Image
+from timm.data import create_transform
+
+from grassy.data.loader import seeded
+from grassy.data.transforms import eval_transform, train_transform
+from grassy.runs.recipe import Recipe
+
+
+@pytest.fixture(scope="module")
+def photo():
+    from sklearn.datasets import load_sample_images
+
+    return load_sample_images().images[0].copy()
+
+
+def both(photo, seed, **changes):
+    """The same draw by grassy's transform and by timm's own: two images (3, H, W)."""
+    recipe = Recipe(img_size=64, crop="resized", **changes)
+    peer = create_transform(
+        recipe.img_size,
+        is_training=True,
+        use_prefetcher=True,
+        hflip=recipe.hflip,
+        color_jitter=recipe.color_jitter or None,
+        auto_augment=recipe.aa or None,
+        interpolation=recipe.interpolation,
+        scale=recipe.scale,
+        ratio=recipe.ratio,
+    )
+    with seeded(seed):
+        ours = train_transform(recipe)(photo)
+    with seeded(seed):
+        theirs = peer(Image.fromarray(photo))
+    return ours.numpy().astype(int), np.asarray(theirs).astype(int)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_crops_and_flips_are_those_of_timm(photo, interpolation):
+    for seed in range(40):
+        ours, theirs = both(photo, seed, interpolation=interpolation)
+        difference = np.abs(ours - theirs)
+        assert difference.max() <= 2
+        assert difference.mean() < 0.5  # of 255 levels: both round, in another order
+
+
+def test_other_interpolations_are_those_of_pillow(photo):
+    for seed in range(3):
+        ours, theirs = both(photo, seed, interpolation="lanczos")
+        assert np.array_equal(ours, theirs)
+
+
+def test_colors_and_policies_follow_the_crop(photo):
+    for changes in ({"color_jitter": 0.4}, {"aa": "rand-m7-mstd0.5-inc1"}):
+        distances = [np.abs(np.subtract(*both(photo, seed, **changes))).mean() for seed in range(12)]
+        # A policy may threshold or stretch colors, which makes a level of difference larger.
+        assert np.median(distances) < 2
+        plain = [np.abs(both(photo, seed, **changes)[0] - both(photo, seed)[0]).mean() for seed in range(12)]
+        assert np.median(plain) > 5
+
+
+def test_evaluation_is_that_of_timm(photo):
+    for interpolation in ("bilinear", "bicubic"):
+        peer = create_transform(64, crop_pct=0.875, interpolation=interpolation, use_prefetcher=True)
+        expected = np.asarray(peer(Image.fromarray(photo)))
+        assert np.array_equal(eval_transform(64, 0.875, interpolation)(photo).numpy(), expected)
