@@ -35,7 +35,7 @@ ALONE = {"transfer.solvers"}  # imports no other part at all, so that it can be 
 
 # What a function may import, because the module has to load where it is missing.
 OPTIONAL = {
-    *("PIL", "matplotlib", "rich", "scipy", "sklearn", "tensorboard", "timm", "torchvision", "yaml"),
+    *("PIL", "matplotlib", "rich", "scipy", "simplejpeg", "sklearn", "tensorboard", "timm", "torchvision", "yaml"),
     *("onnx_ir", "onnxruntime", "onnxscript", "triton"),
     "torch.utils.tensorboard",  # needs the package tensorboard
     "grassy.kernels.triton",  # its modules need the package triton

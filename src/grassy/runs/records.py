@@ -21,6 +21,7 @@ from grassy.runs.recipe import Recipe
 ARGS, ENVIRONMENT, SUMMARY, CURVES = "args.yaml", "environment.json", "summary.csv", "tensorboard"
 COLUMNS: tuple[str, ...] = ("epoch", "train_loss", "eval_loss", "eval_top1", "eval_top5", "lr", "head_lr", "seconds")
 COLUMNS += ("eval_effective_rank",)  # of subspaces
+COLUMNS += ("input_share",)  # of the seconds: those in which the run waited for images
 
 
 def save_settings(folder: Path, recipe: Recipe, data_dir: Path | None, world_size: int, device: torch.device) -> None:

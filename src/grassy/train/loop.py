@@ -69,7 +69,7 @@ def train_epochs(run: Run, steps: Steps, checkpoints: Checkpoints, reporter: Rep
         while position.epoch < recipe.epochs:
             training_mode(trained.model, recipe.freeze)
             begin = time.monotonic() - position.seconds
-            for batch in steps.batches(position.epoch, position.update):
+            for batch in reporter.input_wait.timed(steps.batches(position.epoch, position.update)):
                 trained.schedule.set(learning_rate_factor(recipe, position.time))
                 failures = steps.take(batch, position.done)
                 position.update += 1

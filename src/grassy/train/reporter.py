@@ -12,6 +12,7 @@ from grassy.inference.evaluate import Metrics
 from grassy.optim.joint import GRASSMANN, MANIFOLD
 from grassy.runs import records
 from grassy.train import diagnostics
+from grassy.train.input_wait import InputWait, advice
 from grassy.train.progress import Progress
 from grassy.train.run import Run
 
@@ -25,6 +26,8 @@ class Reporter:
     curves: records.Curves | None
     failures: list[Failure] = field(default_factory=list)  # of this process, still to be told
     counts: tuple[int, int] = (0, 0)  # of classes that were capped and skipped, so far
+    input_wait: InputWait = field(default_factory=InputWait)
+    told_of_waiting: bool = False
 
     def __post_init__(self) -> None:
         self.counts = self._counts()
@@ -81,6 +84,9 @@ class Reporter:
         before, self.counts = self.counts, self._counts()
         for line in diagnostics.trouble_of_an_epoch(before, self.counts, self.run.recipe.max_angle):
             self.say(line)
+        if not self.told_of_waiting and (waits := advice(row["input_share"], self.run.recipe, self.run.data)):
+            self.told_of_waiting = True
+            self.say(waits)
         if self.curves is not None:
             records.save_summary(self.run.output, position.rows)
             self.curves.add(self._scalars(row), position.done)
@@ -110,6 +116,7 @@ class Reporter:
             "head_lr": rates.get(GRASSMANN),
             "seconds": self.run.position.seconds,
             "eval_effective_rank": None if metrics is None else metrics.effective_rank,
+            "input_share": self.input_wait.share,
         }
 
     def _scalars(self, row: dict[str, Any]) -> dict[str, float]:

@@ -1,0 +1,101 @@
+"""What a run says of the time in which it waits for images."""
+
+import csv
+import time
+
+import pytest
+
+from grassy.data.loader import processors
+from grassy.train import input_wait
+from grassy.train.input_wait import InputWait, advice
+from grassy.train.loop import train
+from training_cases import tiny_arrays, tiny_folders, tiny_recipe
+
+
+class Clock:
+    """A clock that moves only when it is told to."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(input_wait, "time", clock)
+    return clock
+
+
+def run_through(wait, clock, loading, working, batches=5):
+    def produce():
+        for number in range(batches):
+            clock.now += loading
+            yield number
+
+    seen = []
+    for batch in wait.timed(produce()):
+        clock.now += working
+        seen.append(batch)
+    assert seen == list(range(batches))
+
+
+def test_the_share_is_that_of_the_time_in_which_the_loop_has_no_batch(clock):
+    wait = InputWait()
+    run_through(wait, clock, loading=3.0, working=1.0)
+    assert wait.share == pytest.approx(4 * 3 / (4 * 4 + 1))  # the first batch, for which workers start, is not counted
+    run_through(wait, clock, loading=3.0, working=1.0)
+    assert wait.share == pytest.approx(3 / 4)  # from the second epoch on it is
+    run_through(wait, clock, loading=0.0, working=1.0)
+    assert wait.share == 0
+
+
+def test_an_epoch_without_batches_has_a_share(clock):
+    wait = InputWait()
+    run_through(wait, clock, 1.0, 1.0, batches=0)
+    assert wait.share == 0
+
+
+def slow_loading(monkeypatch, seconds):
+    from grassy.data.loader import Samples
+
+    original = Samples.__getitem__
+
+    def load(self, key):
+        time.sleep(seconds)
+        return original(self, key)
+
+    monkeypatch.setattr(Samples, "__getitem__", load)
+
+
+def test_a_run_that_waits_says_so_once_and_records_it(tmp_path, monkeypatch, capsys):
+    slow_loading(monkeypatch, 0.02)
+    recipe = tiny_recipe(epochs=3, workers=0)
+    train(recipe, tiny_folders(tmp_path / "data"), tmp_path / "run")
+    said = [line for line in capsys.readouterr().err.splitlines() if "waits for its input" in line]
+    assert len(said) == 1
+    assert f"try workers={processors()}" in said[0]
+    with open(tmp_path / "run" / "summary.csv") as file:
+        shares = [float(row["input_share"]) for row in csv.DictReader(file)]
+    assert len(shares) == 3
+    assert all(0.1 < share < 1 for share in shares)
+
+
+def test_images_on_the_device_are_not_waited_for(tmp_path, capsys):
+    train(tiny_recipe(epochs=1), tiny_arrays(tmp_path / "data"), tmp_path / "run")
+    assert "waits for its input" not in capsys.readouterr().err
+    with open(tmp_path / "run" / "summary.csv") as file:
+        assert all(float(row["input_share"]) < 0.5 for row in csv.DictReader(file))
+
+
+def test_the_advice_fits_the_machine(monkeypatch):
+    class Loaded:
+        train = object.__new__(input_wait.WorkerLoader)
+
+    recipe = tiny_recipe(workers=processors())
+    assert advice(0.05, recipe, Loaded) is None
+    assert "reduced once" in advice(0.5, recipe, Loaded)
+    monkeypatch.setattr(input_wait.importlib.util, "find_spec", lambda name: None)
+    assert "pip install simplejpeg" in advice(0.5, recipe, Loaded)
