@@ -46,6 +46,10 @@ class Browser:
     def run(self, script, *arguments):
         return self._send("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
+    def run_async(self, script, *arguments):
+        """Run a script whose last argument is a function to call with the result."""
+        return self._send("POST", "/execute/async", {"script": script, "args": list(arguments)})
+
     def wait(self, condition, seconds=15):
         end = time.monotonic() + seconds
         while not self.run(f"return Boolean({condition})"):

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from grassy.report.page import write_page
+
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
@@ -22,13 +24,22 @@ def test_it_fits_a_phone_and_follows_the_theme(phone):
     assert phone.run("return document.documentElement.scrollWidth") <= 390
 
 
-def test_on_a_phone_find_scrolls_to_its_result(phone):
-    phone.run("document.getElementById('search-form').scrollIntoView()")
-    phone.type("#search", "owl")
-    phone.type("#search", "\ue007")  # Enter
-    assert phone.text("#class-panel h3") == "class snowy owl"
-    at = "document.querySelector('#class-panel h3').getBoundingClientRect()"
-    phone.wait(f"{at}.top >= 0 && {at}.bottom <= innerHeight")
+def test_on_a_phone_find_scrolls_to_its_result(random_run, window, tmp_path):
+    write_page([random_run("many", 60, k=2, names=[f"kind {i}" for i in range(60)])], tmp_path / "report.html")
+    window.emulate(390, 800)
+    try:
+        window.open(tmp_path / "report.html")
+        window.run("document.getElementById('search-form').scrollIntoView()")
+        at = "document.querySelector('#class-panel h3').getBoundingClientRect()"
+        in_view = f"{at}.top >= 0 && {at}.top <= 0.6 * innerHeight"  # and with it much of what is below
+        for typed, expected in (("kind\ue007", "kind 0"), ("\ue007", "kind 1")):  # Enter, and again for the next
+            window.type("#search", typed)
+            assert window.text("#class-panel h3") == f"class {expected}"
+            window.wait(in_view, seconds=3)
+        window.run("scrollTo(0, 0); document.querySelectorAll('#class-table tbody button')[5].click()")
+        window.wait(in_view, seconds=3)
+    finally:
+        window.emulate(1200, 1600)
 
 
 def test_on_a_phone_no_metric_of_any_run_is_cut_off(phone):

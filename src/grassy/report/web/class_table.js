@@ -111,7 +111,7 @@ class ClassTable {
   }
 }
 
-const shortSplit = (run) => run.splitName === "validation" ? "Val" : run.splitName || "Images";
+const shortSplit = (run) => run.splitName === "validation" ? "Val" : run.splitName.replace(/^./u, (first) => first.toUpperCase()) || "Images";
 
 /** Classes by a text, the best first: of that name or number, then with names that begin with it, or hold it. */
 function findClasses(names, text) {

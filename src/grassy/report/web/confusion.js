@@ -26,7 +26,7 @@ class Confusion {
     const run = this.run, table = colorTable("count");
     const counts = new Map(run.confusions.map(([i, j, count]) => [i * run.classes + j, count]));
     const share = (i, j) => i === j ? run.accuracy(i) : run.images(i) ? 100 * (counts.get(i * run.classes + j) || 0) / run.images(i) : NaN;
-    const high = Math.max(1, ...run.confusions.slice(0, 200).map(([i, j]) => share(i, j)));
+    const high = Math.max(10, ...run.confusions.slice(0, 200).map(([i, j]) => share(i, j)));
     this.view.show({
       order: run.analysis.orders[byId("confusion-order").value], names: run.names, table, low: 0, high, value: share, tone: share,
       text: (value) => value ? fixed(value, 0) : "", points: run.confusions, own: true,

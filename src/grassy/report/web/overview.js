@@ -18,7 +18,7 @@ function showOverview() {
   const worst = a.worst;
   place.replaceChildren(
     answer("Top-1 accuracy", `${fixed(scalars.top1, 1)}\u2009%`, against("top1"), true),
-    a.classes > 5 ? answer("Top-5 accuracy", `${fixed(scalars.top5, 1)}\u2009%`, against("top5")) : "",
+    a.classes >= 10 ? answer("Top-5 accuracy", `${fixed(scalars.top5, 1)}\u2009%`, against("top5")) : "",
     answer("Mistakes", mistakes.toLocaleString("en"), `of ${plural(total, "image", "images")}`),
     answer("Worst class", link(a.names[worst], () => openClass(worst)), `${fixed(a.accuracy(worst), 1)}\u2009% right`),
     count ? answer("Confused most", link(`${isolated(a.names[from])} taken for ${isolated(a.names[to])}`, () => openConfusion(from, to)),
