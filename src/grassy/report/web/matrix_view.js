@@ -16,7 +16,7 @@ class MatrixView {
   }
 
   show(shown, low, high) {
-    this.canvas.parentElement.style.maxWidth = `${Math.max(480, 120 + 56 * shown.order.length)}px`; // of few classes, no giant cells
+    this.canvas.closest(".picture").style.maxWidth = `${Math.max(480, 120 + 56 * shown.order.length)}px`; // of few classes, no giant cells
     this.matrix.show(shown);
     byId(`${this.prefix}-low`).textContent = low;
     byId(`${this.prefix}-high`).textContent = high;
