@@ -37,6 +37,7 @@ ALONE = {"transfer.solvers"}  # imports no other part at all, so that it can be 
 OPTIONAL = {
     *("PIL", "matplotlib", "rich", "scipy", "simplejpeg", "sklearn", "tensorboard", "timm", "torchvision", "yaml"),
     *("onnx_ir", "onnxruntime", "onnxscript", "triton"),
+    *("huggingface_hub", "peft", "transformers"),
     "torch.utils.tensorboard",  # needs the package tensorboard
     "grassy.kernels.triton",  # its modules need the package triton
     *("torch.distributed.fsdp", "torch.distributed.tensor"),  # take a second to import, which one process need not wait

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from grassy.heads import Head, HeadOnMap, create_head
+from grassy.heads import Head, HeadOnMap, create_head, describe
 from grassy.spelling import nearest
 
 __all__ = ["HeadOnMap", "find_classifiers", "replace_head"]
@@ -38,10 +38,10 @@ def replace_head(
     options: of the head, such as k=8.
 
     The new head has the device, dtype and train/eval mode of the old layer; `num_classes`, `num_labels` and
-    `config.num_labels` of the modules around it follow. A 1x1 convolution gives way to a `HeadOnMap` around the head. A
-    model with several classifiers by design (a distilled DeiT, a CrossViT) gets as many heads: the first is returned,
-    and `grassy.heads.heads_of(model)` gives all. Auxiliary classifiers (Inception's AuxLogits) stay. If an error is
-    raised, the model has not been changed.
+    `config.num_labels` of the modules around it follow, and the config of a model of transformers describes the head. A
+    1x1 convolution gives way to a `HeadOnMap` around the head. A model with several classifiers by design (a distilled
+    DeiT, a CrossViT) gets as many heads: the first is returned, and `grassy.heads.heads_of(model)` gives all. Auxiliary
+    classifiers (Inception's AuxLogits) stay. If an error is raised, the model has not been changed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
@@ -58,8 +58,9 @@ def replace_head(
     for path, head in zip(layers, heads, strict=True):
         _check_that_nothing_follows(model, path, head)
     for (path, layer), head in zip(layers.items(), heads, strict=True):
-        for module in _ancestors(model, path):
+        for depth, module in enumerate(_ancestors(model, path)):
             _declare_classes(module, head.num_classes)
+            _describe_in_config(module, head, None if classifier is None else path.split(".", depth)[depth])
         _put_in_place(model, layer, HeadOnMap(head) if _is_pointwise(layer) else head)
     return heads[0]
 
@@ -221,6 +222,14 @@ def _declare_classes(module: nn.Module, number: int) -> None:
             setattr(module, attribute, number)
     if isinstance(getattr(own.get("config"), "num_labels", None), int):
         own["config"].num_labels = number  # keeps id2label if the number is the same
+
+
+def _describe_in_config(module: nn.Module, head: Head, classifier: str | None) -> None:
+    """Tell the config of a model of transformers about its head, so that `save_pretrained` writes it."""
+    config = vars(module).get("config")
+    if isinstance(getattr(config, "num_labels", None), int) and hasattr(config, "to_json_string"):
+        where = {} if classifier is None else {"classifier": classifier.removesuffix(".head")}
+        config.grassy_head = {**describe(head), **where}  # type: ignore[union-attr]
 
 
 def _is_linear(module: nn.Module) -> bool:

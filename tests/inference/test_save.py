@@ -163,7 +163,7 @@ def test_the_model_that_grassy_adds_to_timm_knows_its_name(tmp_path):
 
 def test_bad_arguments_are_refused(tmp_path):
     model = a_model(k=2)
-    with pytest.raises(ValueError, match=r"path must end in \.safetensors, got .*model.pt"):
+    with pytest.raises(ValueError, match=r"path must be a folder or end in \.safetensors, got .*model.pt"):
         grassy.save(model, tmp_path / "model.pt")
     with pytest.raises(ValueError, match="class_names has 6 names, but the head has 5 classes"):
         grassy.save(model, tmp_path / "model.safetensors", list("abcdef"))

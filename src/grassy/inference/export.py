@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from grassy.inference.load import load
+from grassy.inference.save import publish
 from grassy.runs.atomic import write_atomically
+from grassy.runs.hub import is_folder_of_hub
 from grassy.runs.weights import Description, read_description, weights_file
 from grassy.spelling import nearest
 
@@ -35,6 +37,8 @@ def export(
 ) -> Path:
     """Write the model of a checkpoint to an .onnx or .pt2 file, check the file against the model and print the result.
 
+    Or, if `output` has no suffix, to a folder for the Hugging Face hub (see `grassy.save`).
+
     The file takes normalised "images" (B, 3, S, S) of float32 and gives "logits" (B, C). It holds, as JSON under the
     name "grassy" (in .pt2 the extra file "grassy.json"), the class names and how images are prepared.
 
@@ -46,13 +50,16 @@ def export(
     """
     output = Path(output)
     suffix = output.suffix.lower()
-    if suffix not in FORMATS:
+    to_folder = not suffix and (not output.is_dir() or is_folder_of_hub(output))
+    if suffix not in FORMATS and not to_folder:
         hint = nearest(suffix, FORMATS)
         raise ValueError(f"models are exported to {' or '.join(FORMATS)} files, got {str(output)!r}{hint}")
     if batch != "dynamic" and (not isinstance(batch, int) or batch < 1):
         raise ValueError(f"batch must be 'dynamic' or a positive integer, got {batch!r}")
     if opset is not None and suffix != ".onnx":
         raise ValueError(f"opset is for .onnx files, not {suffix}")
+    if to_folder:
+        return publish(checkpoint, output)
     if output.is_dir():
         raise ValueError(f"{output} is a folder: name the file to write")
     weights = weights_file(Path(checkpoint))

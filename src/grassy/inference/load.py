@@ -1,4 +1,4 @@
-"""`grassy.load`: a trained model, rebuilt from its file alone."""
+"""`grassy.load`: a trained model, rebuilt from its file or folder alone."""
 
 import os
 from collections.abc import Mapping
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from grassy.heads.state import options_in
+from grassy.inference.hub import load_adapters, load_transformers
 from grassy.models import create_model
+from grassy.runs.hub import base_of_adapters, is_of_transformers, local_folder, read_config
 from grassy.runs.weights import Description, read_description, read_weights, weights_file
 
 #: What weights may be made of.
@@ -17,12 +19,20 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 
 def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn.Module:
-    """The trained model in a file of weights, or in the folder of a run (its best), ready for inference.
+    """The trained model in a file of weights, in the folder of a run (its best) or of the hub, ready for inference.
+
+    path: "hf-hub:user/name" fetches a folder of the Hugging Face hub, which may hold a model of timm or transformers.
 
     It is rebuilt from the file alone, without unpickling. `timm.data.resolve_model_data_config(model)` knows how its
     images are prepared; `model.pretrained_cfg["label_names"]` are the names of the classes, if the data had any.
     """
-    file = weights_file(Path(path))
+    path = local_folder(Path(path))
+    config = read_config(path) if path.is_dir() else None
+    if config is None and path.is_dir() and (base := base_of_adapters(path)) is not None:
+        return load_adapters(path, _base_model(path, base)).to(device)
+    if config is not None and is_of_transformers(config):
+        return load_transformers(path).to(device)
+    file = weights_file(path)
     description = read_description(file)
     weights = read_weights(file)
     _check_weights(weights, description, file)
@@ -46,6 +56,16 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn
         "label_names": description.class_names,
     }
     return model.eval().to(device)
+
+
+def _base_model(adapters: Path, base: str) -> nn.Module:
+    folder = local_folder(Path(base))
+    if not folder.is_dir() or read_config(folder) is None:
+        raise ValueError(
+            f"{adapters} holds adapters for {base!r}, which describes no head: replace the head of that model as "
+            "before training, and give it to PeftModel.from_pretrained"
+        )
+    return load(folder)
 
 
 def _options_with_weights(weights: Mapping[str, Tensor], file: Path) -> dict[str, Any]:

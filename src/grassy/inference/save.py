@@ -1,4 +1,4 @@
-"""`grassy.save`: a model in one file, from which `grassy.load` and all commands build it again."""
+"""`grassy.save`: a model in one file or folder, from which `grassy.load` and all commands build it again."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,13 @@ from torch.optim import swa_utils
 
 from grassy._version import __version__
 from grassy.heads import Head, describe, heads_of
+from grassy.inference.hub import is_transformers_model, write_timm_folder, write_transformers_folder
+from grassy.inference.load import load
 from grassy.models import create_model, import_timm
-from grassy.runs.weights import Description, description_text, save_weights
+from grassy.runs.weights import Description, description_text, read_description, save_weights, weights_file
+
+#: Endings of files that others write; all else but .safetensors is a folder.
+OTHER_FILES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".onnx", ".pt2", ".tar", ".zip", ".json", ".h5")
 
 
 def save(
@@ -32,6 +37,9 @@ def save(
 ) -> None:
     """Write a timm model with a head of grassy's into a .safetensors file, with all that `grassy.load` needs to know.
 
+    Or into a folder for the Hugging Face hub, also a model of transformers, which needs no other argument than
+    `class_names`: the config of timm or transformers, which then describes the head, the weights, and a model card.
+
     Head, classes, architecture and the preparation of images are read off the model. What timm does not know of it must
     be given: `model_kwargs` if it was built with options, `architecture` if timm did not build it, and the preparation
     of images if yours was another than timm's for this model. Before writing, the model is built again from the
@@ -43,9 +51,24 @@ def save(
     epoch, metrics: to be kept with the weights, for your information.
     """
     path = Path(path)
-    if path.suffix != ".safetensors":
-        raise ValueError(f"path must end in .safetensors, got {path}")
+    if path.suffix in OTHER_FILES:
+        raise ValueError(f"path must be a folder or end in .safetensors, got {path}")
     model = unwrapped(model)
+    if any(type(module).__module__.split(".")[0] == "peft" for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} has adapters of PEFT: save model.merge_and_unload(), or the adapters alone by "
+            "their own save_pretrained"
+        )
+    in_a_folder = path.suffix != ".safetensors"
+    if is_transformers_model(model):
+        for_timm = (img_size, architecture, model_kwargs, crop_pct, interpolation, mean, std)
+        if not in_a_folder or any(each is not None for each in for_timm):
+            raise ValueError(
+                f"{type(model).__name__} is a model of transformers: give a folder, and class_names, epoch and metrics "
+                "only; its image processor or tokenizer has a save_pretrained of its own"
+            )
+        write_transformers_folder(model, path, class_names, epoch, metrics)
+        return
     head = _head_of(model)
     config = getattr(model, "pretrained_cfg", None) or {}
     architecture = _checked_architecture(model, architecture or config.get("architecture"))
@@ -67,7 +90,17 @@ def save(
     )
     description_text(description)  # raises before anything is built
     _check_that_it_can_be_built_again(model, description)
-    save_weights(model, description, path)
+    if in_a_folder:
+        write_timm_folder(model, description, path)
+    else:
+        save_weights(model, description, path)
+
+
+def publish(checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Path:
+    """Write the model of a run, or of a file, into a folder for the hub, with a card that tells what the run knew."""
+    file = weights_file(Path(checkpoint))
+    write_timm_folder(load(file), read_description(file), Path(folder))
+    return Path(folder)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from grassy.heads import GrassmannHead
+from grassy.runs import hub
 from grassy.runs.atomic import write_atomically
 from grassy.runs.schema import check_description, parse_json
 from grassy.runs.state import STATE, read_torch
@@ -80,20 +81,27 @@ def read_description(path: Path) -> Description:
     """The description in a file of weights; a ValueError if it has none."""
     with _opened(path) as file:
         text = (file.metadata() or {}).get("grassy")
-    if text is None:
-        raise ValueError(f"{path} says nothing about its model: it was not written by grassy train")
+    config = hub.read_config(path.parent) if text is None and path.name == hub.WEIGHTS else None
+    if text is None and config is None:
+        raise ValueError(f"{path} says nothing about its model: it was not written by grassy train or grassy.save")
     try:
-        return Description(**check_description(parse_json(text)))
+        fields = parse_json(text) if text is not None else hub.timm_description(config or {})
+        return Description(**check_description(fields))
     except ValueError as error:
         raise ValueError(f"{path} has a description that cannot be read: {error}") from None
 
 
 def weights_file(path: Path) -> Path:
-    """The file itself, or the best (else the last) weights in the folder of a run."""
+    """The file itself, the best (else the last) weights in the folder of a run, or those of a folder of the hub."""
+    path = hub.local_folder(path)
     if path.is_dir():
         for name in (BEST, LAST):
             if (path / name).is_file():
                 return path / name
+        if (config := hub.read_config(path)) is not None:
+            if hub.is_of_transformers(config):
+                raise ValueError(f"{path} holds a model of transformers: use grassy.load, the commands take timm's")
+            return path / hub.WEIGHTS
         raise ValueError(f"{path} holds no {BEST} or {LAST}: is it the output folder of grassy train?")
     if not path.is_file():
         raise ValueError(f"there is no checkpoint {path}")

@@ -1,0 +1,75 @@
+"""The README.md of a folder on the hub, filled with what is known about a model."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from grassy._version import __version__
+
+TEMPLATE = """\
+---
+library_name: {library}
+pipeline_tag: {task}
+tags:
+- grassy
+- {task}
+---
+
+# {title}
+
+{kind} of {classes} classes. Its head is `{head}` of grassy{subspaces}.
+
+```python
+import grassy
+
+model = grassy.load("path/to/this/folder")  # or "hf-hub:user/name"
+```
+
+Without grassy, {library} reads the backbone of this folder{how}, but not its classifier.
+
+## The model
+
+{about}
+{results}{recipe}
+Written by grassy {version}.
+"""
+
+
+def model_card(
+    *,
+    library: str,
+    task: str,
+    model: str,
+    head: Mapping[str, Any],
+    classes: int,
+    facts: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    epoch: int | None,
+    recipe: Mapping[str, Any],
+) -> str:
+    """The text of a card. facts: what else to list; recipe: the settings of a run, if there are any."""
+    k = head.get("k")
+    dims = f"{min(k)} to {max(k)}" if isinstance(k, list) else k
+    subspaces = f": each class is a subspace of {dims} dimensions" if head["name"] == "grassmann" else ""
+    options = {name: value for name, value in head.items() if name not in ("name", "k")}
+    rows = {"architecture": model, "head": head["name"], **({"k": dims} if k else {}), **options, **facts}
+    results = [f"| {name.replace('_', ' ')} | {value:.4g} |" for name, value in metrics.items()]
+    when = "" if epoch is None else f", after epoch {epoch}"
+    settings = [f"- {name}: `{json.dumps(value)}`" for name, value in recipe.items() if value not in (None, {}, [])]
+    settings = [line for line in settings if len(line) <= 200]
+    return TEMPLATE.format(
+        library=library,
+        task=task,
+        title=recipe.get("name") or f"{model} with a {head['name']} head",
+        kind="A text classifier" if task == "text-classification" else "An image classifier",
+        classes=f"{classes:,}",
+        head=head["name"],
+        subspaces=subspaces,
+        how=" (`num_classes=0`)" if library == "timm" else " (`AutoModel`)",
+        about="\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in rows.items()),
+        results="\n".join(["", f"## Results{when}", "", "| figure | value |", "|---|---|", *results, ""])
+        if results
+        else "",
+        recipe="\n".join(["", "## How it was trained", "", *settings, ""]) if settings else "",
+        version=__version__,
+    )

@@ -1,0 +1,87 @@
+"""Folders as the Hugging Face hub has them: the `config.json` of timm or transformers beside `model.safetensors`.
+
+grassy adds one key to the config, "grassy_head": the name and the options of the head. All else is the host's own, so
+that timm and transformers read the rest of the model without grassy.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from grassy.runs.schema import MOST_DESCRIPTION, parse_json, read_text
+
+CONFIG, WEIGHTS, CARD, ADAPTERS = "config.json", "model.safetensors", "README.md", "adapter_config.json"
+#: The key that grassy adds to the config.
+HEAD = "grassy_head"
+#: How timm and grassy write the name of a repository on the hub: "hf-hub:user/name", or "hf-hub:user/name@revision".
+REMOTE = "hf-hub:"
+
+
+def local_folder(path: Path) -> Path:
+    """The path itself, or the local copy of a repository of the hub, which is fetched if it is not there."""
+    name = str(path)
+    if not name.startswith(REMOTE):
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    repository, _, revision = name.removeprefix(REMOTE).partition("@")
+    try:
+        # Nothing that could hold code or a pickle.
+        wanted = ["*.json", "*.safetensors", "*.txt", "*.model", CARD]
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=wanted))
+    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{name} cannot be had from the hub: {reason}") from None
+
+
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """The config of a folder with a head of grassy's; None if there is none, or none with such a head."""
+    config = _read(folder / CONFIG)
+    return config if config is not None and HEAD in config else None
+
+
+def base_of_adapters(folder: Path) -> str | None:
+    """The model that the adapters of PEFT in a folder are for; None if there are none."""
+    config = _read(folder / ADAPTERS)
+    if config is None:
+        return None
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"{folder / ADAPTERS} does not say what model the adapters are for")
+    return base
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    if not file.is_file():
+        return None
+    try:
+        config = parse_json(read_text(file, MOST_DESCRIPTION))
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
+    return config if isinstance(config, dict) else None
+
+
+def is_folder_of_hub(folder: Path) -> bool:
+    """Whether a folder that is there may be written to: one of the hub, or an empty one."""
+    return read_config(folder) is not None or not any(folder.iterdir())
+
+
+def is_of_transformers(config: dict[str, Any]) -> bool:
+    return "model_type" in config
+
+
+def timm_description(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a `Description` in the config of a timm model, not checked yet."""
+    pretrained = config.get("pretrained_cfg")
+    pretrained = pretrained if isinstance(pretrained, dict) else {}
+    size = pretrained.get("input_size")
+    found = {
+        "model": config.get("architecture"),
+        "num_classes": config.get("num_classes"),
+        "head": config[HEAD],
+        "model_kwargs": config.get("model_args", {}),
+        "class_names": config.get("label_names"),
+        "img_size": size[-1] if isinstance(size, list) and size else None,
+        **{name: pretrained.get(name) for name in ("crop_pct", "interpolation", "mean", "std")},
+    }
+    return {name: value for name, value in found.items() if value is not None}
