@@ -12,6 +12,7 @@ from PIL import Image
 from grassy.data import class_folders as files
 from grassy.data.batch_transforms import Preparation
 from grassy.data.device_loader import ResidentLoader
+from grassy.data.images import open_images
 from grassy.data.loader import (
     EpochBatches,
     Failure,
@@ -260,9 +261,11 @@ def test_a_model_trained_on_a_stream_is_validated_on_one(tmp_path):
 
 def test_each_process_counts_the_images_of_a_small_set_alone_and_shares_those_of_others(tmp_path):
     second = Process(CPU.device, 1, 2)
-    batches, sharded = open_validation(tiny_recipe(), tiny_arrays(tmp_path / "arrays"), None, 3, second)
+    arrays = open_images("", tiny_arrays(tmp_path / "arrays"), "val")
+    batches, sharded = open_validation(tiny_recipe(), None, arrays, 3, second)
     assert (sum(len(batch.labels) for batch in batches), sharded) == (20, False)
-    batches, sharded = open_validation(tiny_recipe(), tiny_folders(tmp_path / "tree"), None, 3, second)
+    folders = open_images("", tiny_folders(tmp_path / "tree"), "val")
+    batches, sharded = open_validation(tiny_recipe(), None, folders, 3, second)
     assert (sum(len(batch.labels) for batch in batches), sharded) == (4, True)
 
 

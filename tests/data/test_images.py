@@ -168,7 +168,8 @@ def test_training_on_one_file_is_refused_since_it_would_be_validated_on_as_well(
     make_tar(tmp_path / "all.tar", tiny_folders(tmp_path / "tree") / "train")
     with pytest.raises(ValueError, match=r"all\.tar is one file, .* with train\.tar and validation\.tar"):
         open_data(tiny_recipe(), tmp_path / "all.tar", CPU)
-    assert len(open_validation(tiny_recipe(), folder / "test.npz", None, 3, CPU)[0]) == 3  # of batches
+    images = open_images("", folder / "test.npz", "val")
+    assert len(open_validation(tiny_recipe(), None, images, 3, CPU)[0]) == 3  # of batches
 
 
 def test_an_image_of_sixteen_bits_is_scaled_to_eight_and_not_clipped(tmp_path):

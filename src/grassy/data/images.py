@@ -56,7 +56,7 @@ def open_images(dataset: str, data_dir: Path | None, split: str, class_names: Se
             return arrays_from_file(data_dir, split, class_names)
         root = _split_folder(data_dir, split) if data_dir.is_dir() else data_dir
         return images_from_files(root, class_names)
-    return _from_timm(dataset, data_dir, split)
+    return _in_the_order_of(_from_timm(dataset, data_dir, split), class_names, dataset)
 
 
 # --------------------------------------------------------------------------------------------------- arrays
@@ -137,6 +137,15 @@ def _renumbered(images: ArrayImages, class_names: Sequence[str]) -> ArrayImages:
     if labels.max() >= len(own):
         raise ValueError(f"{images.where} has the label {labels.max()}, but names only {len(own)} classes")
     return ArrayImages(images.images, np.array([numbers[name] for name in own])[labels], class_names, images.where)
+
+
+def _in_the_order_of(images: Images, class_names: Sequence[str] | None, dataset: str) -> Images:
+    """The same images, with the numbers that the classes have in the training set, if both have names."""
+    if class_names is None or images.class_names is None or list(images.class_names) == list(class_names):
+        return images
+    if isinstance(images, ArrayImages):
+        return _renumbered(images, class_names)
+    raise ValueError(f"{dataset} has other classes than the training set, or the same in another order")
 
 
 def digits(split: str) -> ArrayImages:

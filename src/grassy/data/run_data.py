@@ -2,18 +2,21 @@
 
 import os
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grassy.data.class_folders import MORE_SUFFIXES
+from grassy.data.class_folders import MORE_SUFFIXES, ClassReader
 from grassy.data.device_loader import SMALL_ENOUGH, ResidentLoader, ResidentValidation, unfit
+from grassy.data.held_out import set_to_split, split
 from grassy.data.images import ArrayImages, Images, check_labels, number_of_classes, open_images
 from grassy.data.loader import EpochBatches, Share, ValidationLoader, WorkerLoader
 from grassy.data.stream_loader import STREAMS, StreamLoader, StreamValidation
 from grassy.data.transforms import eval_transform, train_transform
 from grassy.distributed.processes import Process
 from grassy.runs.recipe import Recipe
+
+#: A class with fewer training images is worth a word.
+FEW = 5
 
 
 @dataclass
@@ -29,6 +32,8 @@ class Data:
     batch_size: int
     #: For the user: what was done differently from what was asked.
     notes: list[str]
+    #: The images that were held out for validation, if the run split its data itself.
+    held_out: list[str] | None = None
 
 
 def open_data(recipe: Recipe, data_dir: Path | None, process: Process) -> Data:
@@ -36,19 +41,26 @@ def open_data(recipe: Recipe, data_dir: Path | None, process: Process) -> Data:
     share = Share(process.rank, process.world_size)
     if recipe.dataset.startswith(STREAMS):
         return _streams(recipe, data_dir, process, share)
-    if recipe.dataset == "" and data_dir is not None and data_dir.is_file():
+    place = set_to_split(recipe, data_dir)
+    if recipe.dataset == "" and data_dir is not None and data_dir.is_file() and place is None:
         kind = ".tar" if data_dir.suffix == ".tar" else ".npz"
         wanted = f"a folder with {recipe.train_split}{kind} and {recipe.val_split}{kind}"
         raise ValueError(f"--data-dir {data_dir} is one file, with nothing to validate on: give {wanted}")
-    images = open_images(recipe.dataset, data_dir, recipe.train_split)
-    held_out = open_images(recipe.dataset, data_dir, recipe.val_split, images.class_names)
+    chosen, notes = None, []
+    if place is not None:
+        images, held_out, chosen = split(recipe, place)
+        notes.append(f"holds out {len(held_out)} of {len(images) + len(held_out)} images for validation")
+    else:
+        images = open_images(recipe.dataset, data_dir, recipe.train_split)
+        held_out = open_images(recipe.dataset, data_dir, recipe.val_split, images.class_names)
+        _check_numbering(images, held_out)
     num_classes = recipe.num_classes or number_of_classes(images)
     hint = "; leave num_classes out to have it follow the data" if recipe.num_classes else ""
     check_labels(images, num_classes, "training set", hint)
     check_labels(held_out, num_classes, "validation set", hint)
 
     parts = process.world_size * recipe.grad_accum_steps
-    batch_size, notes = _batch_size(recipe, len(images), parts)
+    batch_size, about_batches = _batch_size(recipe, len(images), parts)
     batches = EpochBatches(
         len(images), batch_size, recipe.grad_accum_steps, share, recipe.seed, repeats=recipe.aug_repeats
     )
@@ -69,21 +81,20 @@ def open_data(recipe: Recipe, data_dir: Path | None, process: Process) -> Data:
         num_classes,
         names,
         batch_size,
-        [*notes, *_unusual(images), *_unseen(images, held_out)],
+        [*notes, *about_batches, *_unusual(images), *_few(images), *_unseen(images, held_out)],
+        chosen,
     )
 
 
 def open_validation(
-    recipe: Recipe, data_dir: Path | None, class_names: Sequence[str] | None, num_classes: int, process: Process
+    recipe: Recipe, data_dir: Path | None, images: Images | None, num_classes: int, process: Process
 ) -> tuple[ValidationLoader | ResidentValidation | StreamValidation, bool]:
-    """The validation set of a recipe alone, and whether each process has its own part of it.
+    """Batches to validate a model of so many classes on, and whether each process has its own part of them.
 
-    class_names, num_classes: those of the model.
+    images: those of the recipe's `val_split`; None for a stream, which has none to choose from.
     """
-    if recipe.dataset.startswith(STREAMS):
+    if images is None:
         return _validation_stream(recipe, data_dir, num_classes, process), True
-    images = open_images(recipe.dataset, data_dir, recipe.val_split, class_names)
-    check_labels(images, num_classes, f"split {recipe.val_split}")
     loader = _validation_loader(recipe, images, num_classes, process)
     return loader, isinstance(loader, ValidationLoader)
 
@@ -128,6 +139,30 @@ def _unusual(images: Images) -> list[str]:
         return []
     listing = ", ".join(f"{count} {kind}" for kind, count in sorted(some.items()))
     return [f"among {len(files)} training images there are {listing}: if they are not meant, move them away"]
+
+
+def _check_numbering(images: Images, held_out: Images) -> None:
+    """Raise a ValueError if the validation images alone are numbered by the names of their folders."""
+    if images.class_names is None and isinstance(getattr(held_out, "reader", None), ClassReader):
+        raise ValueError(
+            "the training images have numbers for their classes and the validation images have names: give both names "
+            "(an array `classes` in train.npz), or both numbers"
+        )
+
+
+def _few(images: Images) -> list[str]:
+    """What to say of classes with so few training images that little can be learned of them."""
+    labels = images.labels()
+    if labels is None:
+        return []
+    few = {label: count for label, count in sorted(Counter(labels.tolist()).items()) if count < FEW}
+    if not few:
+        return []
+    names = images.class_names
+    listing = [f"{names[label] if names else label} ({count})" for label, count in list(few.items())[:3]]
+    more = f" and {len(few) - 3} more" if len(few) > 3 else ""
+    which = "1 class has" if len(few) == 1 else f"{len(few)} classes have"
+    return [f"{which} fewer than {FEW} training images, too few to learn much: {', '.join(listing)}{more}"]
 
 
 def _unseen(images: Images, held_out: Images) -> list[str]:

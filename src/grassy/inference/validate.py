@@ -7,11 +7,12 @@ import torch
 
 from grassy.data.batch_transforms import Preparation
 from grassy.data.run_data import open_validation
+from grassy.data.run_images import data_dir_of, run_images, run_recipe
+from grassy.data.stream_loader import STREAMS
 from grassy.distributed import processes as distributed
 from grassy.inference.evaluate import Metrics, evaluate
 from grassy.inference.load import load
 from grassy.precision import amp_dtype
-from grassy.runs.recipe import saved_recipe
 from grassy.runs.weights import read_description, weights_file
 
 
@@ -26,16 +27,22 @@ def validate(
 ) -> Metrics | None:
     """Metrics of the model in a file of weights, or of the best of a run, on a split of a data set.
 
+    data_dir: None for the folder that the run was trained on.
+
     Of several processes the first returns them, the others None.
     """
     file = weights_file(checkpoint)
     description = read_description(file)
-    view = {name: getattr(description, name) for name in ("img_size", "crop_pct", "interpolation")}
-    recipe = saved_recipe(description.recipe or view)  # a file that no recipe made has no more to say
-    changes = {"val_split": split, "dataset": dataset, "val_batch_size": batch_size, "workers": workers}
+    recipe = run_recipe(description, split, dataset)
+    changes = {"val_batch_size": batch_size, "workers": workers}
     recipe = recipe.changed({name: value for name, value in changes.items() if value is not None})
+    data_dir = data_dir_of(file, recipe, data_dir, dataset)
     with distributed.joined(device) as process:
-        batches, sharded = open_validation(recipe, data_dir, description.class_names, description.num_classes, process)
+        found = None
+        if not recipe.dataset.startswith(STREAMS):
+            found = run_images(file, description, recipe, data_dir)
+        images = None if found is None else found.images
+        batches, sharded = open_validation(recipe, data_dir, images, description.num_classes, process)
         model = load(file, process.device)
         prepare = Preparation(description.mean, description.std, process.device)
         dtype = amp_dtype(recipe.amp, process.device)
@@ -45,6 +52,8 @@ def validate(
             raise ValueError(f"{process.device} has no memory for batches of this size: give a smaller one") from None
     if not process.is_main:
         return None
+    for note in found.notes if found is not None else ():
+        print(note, file=sys.stderr)
     for failure in failures:
         print(f"cannot read {failure.name}: {failure.reason}", file=sys.stderr)
     return metrics

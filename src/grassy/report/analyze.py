@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from grassy.data.images import Images, check_labels, open_images
+from grassy.data.images import Images
+from grassy.data.run_images import data_dir_of, run_images, run_recipe
 from grassy.data.stream_loader import STREAMS
 from grassy.distributed.processes import find_device
 from grassy.inference.feature_models import file_digest, open_model
@@ -20,7 +21,7 @@ from grassy.report.examples import check_examples
 from grassy.report.thumbnails import short_name
 from grassy.runs import schema
 from grassy.runs.atomic import write_atomically
-from grassy.runs.recipe import Recipe, saved_recipe
+from grassy.runs.recipe import Recipe
 from grassy.runs.records import environment
 from grassy.runs.weights import Description, read_description, weights_file
 from grassy.surgery import HeadOnMap, find_classifiers
@@ -84,12 +85,13 @@ def analyze(
     """Measure the best weights of a run and write analysis.json into its folder; the same is returned.
 
     run: the folder of a run, or a file of its weights. split: default the recipe's val_split. cache: folder for
-    features, default RUN/features. Without a data folder, unless the data set needs none, the weights alone are
-    measured: angles and orthonormality.
+    features, default RUN/features. data_dir: default the folder that the run was trained on. Where neither is there,
+    and the data set needs one, the weights alone are measured: angles and orthonormality.
     """
     file = weights_file(Path(run))
     about = read_description(file)
-    images, recipe = open_split(about, data_dir, split, dataset)
+    data_dir = where_images_are(file, about, data_dir, dataset)
+    images, recipe = open_split(about, data_dir, split, dataset, file)
     where = find_device(device)
     source = open_model(str(file), where)
     classifiers = list(find_classifiers(source.model).values())
@@ -99,7 +101,6 @@ def analyze(
     features = labels = data = None
     names = about.class_names
     if images is not None:
-        check_labels(images, about.num_classes, f"split {recipe.val_split}")
         names = names or (None if images.class_names is None else list(images.class_names))
         found = extract(
             source,
@@ -122,7 +123,7 @@ def analyze(
     measured = describe(head, names if names and len(names) == about.num_classes else None, features, labels)
     if images is not None and labels is not None:
         name_examples(measured, images, [failure.name for failure in found.failures], labels)
-        measured["per_class"]["training_images"] = _training_images(about, data_dir, recipe)
+        measured["per_class"]["training_images"] = _training_images(file, about, data_dir, recipe)
     result = {
         "version": VERSION,
         "weights": file.name,
@@ -156,10 +157,10 @@ def name_examples(measured: dict[str, Any], images: Images, unreadable: Sequence
     examples["name"] = [short_name(images.name(index)) for index in examples["index"]]
 
 
-def _training_images(about: Description, data_dir: Path | None, recipe: Recipe) -> list[int] | None:
+def _training_images(file: Path, about: Description, data_dir: Path | None, recipe: Recipe) -> list[int] | None:
     """The number of training images of each class, if there is a training set and its labels are known."""
     try:
-        images, _ = open_split(about, data_dir, recipe.train_split, recipe.dataset)
+        images, _ = open_split(about, data_dir, recipe.train_split, recipe.dataset, file)
     except ValueError:
         return None
     labels = None if images is None else images.labels()
@@ -169,20 +170,34 @@ def _training_images(about: Description, data_dir: Path | None, recipe: Recipe) 
     return counts
 
 
+def where_images_are(file: Path, about: Description, data_dir: Path | None, dataset: str | None = None) -> Path | None:
+    """The folder that is given, or the one that the run of these weights was trained on, if it is still there."""
+    recipe = run_recipe(about)
+    found = data_dir_of(file, recipe, data_dir, dataset)
+    if data_dir is None and (recipe.dataset.startswith(STREAMS) or found is None or not found.exists()):
+        return None
+    return found
+
+
 def open_split(
-    about: Description, data_dir: Path | None, split: str | None = None, dataset: str | None = None
+    about: Description,
+    data_dir: Path | None,
+    split: str | None = None,
+    dataset: str | None = None,
+    file: Path | None = None,
 ) -> tuple[Images | None, Recipe]:
-    """The labelled images to measure a model on, or None if nobody said where they are; and how to read them."""
-    recipe = saved_recipe(about.recipe)
-    changes = {"val_split": split, "dataset": dataset}
-    recipe = recipe.changed({name: value for name, value in changes.items() if value is not None})
+    """The labelled images to measure a model on, or None if nobody said where they are; and how to read them.
+
+    file: the weights, beside which a run that split its data has recorded how.
+    """
+    recipe = run_recipe(about, split, dataset)
     if recipe.dataset.startswith(STREAMS):
         if data_dir is None and split is None:
             return None, recipe
         raise ValueError(f"{recipe.dataset} is read as a stream, which cannot be analyzed: give another --dataset")
     if data_dir is None and split is None and dataset is None and recipe.dataset != "digits":
         return None, recipe
-    return open_images(recipe.dataset, data_dir, recipe.val_split, about.class_names), recipe
+    return run_images(file or Path("the file"), about, recipe, data_dir).images, recipe
 
 
 def read_analysis(path: Path) -> dict[str, Any]:

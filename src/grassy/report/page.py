@@ -17,7 +17,7 @@ from grassy import paper
 from grassy._version import __version__
 from grassy.data.images import TRAIN_NAMES, VALIDATION_NAMES
 from grassy.inference.feature_models import file_digest
-from grassy.report.analyze import ANALYSIS, analyze, open_split, read_analysis
+from grassy.report.analyze import ANALYSIS, analyze, open_split, read_analysis, where_images_are
 from grassy.report.classes import SCALARS
 from grassy.report.curves import curves_of
 from grassy.report.settings import settings_of
@@ -121,7 +121,8 @@ def _images(data: dict[str, Any] | None) -> tuple[Any, ...] | None:
 def open_run(run: Path, name: str, data_dir: Path | None, split: str | None, device: str) -> PageRun:
     file = weights_file(run)
     about = read_description(file)
-    images, recipe = open_split(about, data_dir, split)
+    data_dir = where_images_are(file, about, data_dir)
+    images, recipe = open_split(about, data_dir, split, file=file)
     analysis = _current_analysis(file, data_dir, split, wants_data=images is not None)
     if analysis is None:
         analysis = analyze(run, data_dir, split, device)
@@ -129,7 +130,7 @@ def open_run(run: Path, name: str, data_dir: Path | None, split: str | None, dev
     if images is not None and analysis.get("examples") is not None:
         measured = analysis["data"]["split"]
         if measured != recipe.val_split:  # an analysis from before: the pictures are of the images that it measured
-            images = open_split(about, data_dir, measured)[0] or images
+            images = open_split(about, data_dir, measured, file=file)[0] or images
         room = MOST_CHARACTERS - len(json.dumps(analysis))
         pictures = thumbnails(images, analysis["examples"], budget=min(BUDGET, room))
     return PageRun(

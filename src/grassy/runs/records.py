@@ -17,8 +17,11 @@ import torch
 from grassy._version import __version__
 from grassy.runs.atomic import write_atomically
 from grassy.runs.recipe import Recipe
+from grassy.runs.schema import MOST_ANALYSIS, MOST_CLASSES, MOST_DESCRIPTION, fail, list_of, parse_json, read_text, text
 
 ARGS, ENVIRONMENT, SUMMARY, CURVES = "args.yaml", "environment.json", "summary.csv", "tensorboard"
+#: Which images a run holds out, if it split them itself.
+SPLIT = "split.json"
 COLUMNS: tuple[str, ...] = ("epoch", "train_loss", "eval_loss", "eval_top1", "eval_top5", "lr", "head_lr", "seconds")
 COLUMNS += ("eval_effective_rank",)  # of subspaces
 COLUMNS += ("input_share",)  # of the seconds: those in which the run waited for images
@@ -31,13 +34,43 @@ def save_settings(folder: Path, recipe: Recipe, data_dir: Path | None, world_siz
     """
     import yaml
 
-    text = yaml.safe_dump(recipe.to_dict(), sort_keys=False, allow_unicode=True)
-    write_atomically(folder / ARGS, lambda file: file.write(text.encode()))
-    facts = {**environment(device), "data_dir": None if data_dir is None else str(data_dir), "processes": world_size}
+    settings = yaml.safe_dump(recipe.to_dict(), sort_keys=False, allow_unicode=True)
+    write_atomically(folder / ARGS, lambda file: file.write(settings.encode()))
+    place = None if data_dir is None else str(data_dir.absolute())  # later commands find the images there
+    facts = {**environment(device), "data_dir": place, "processes": world_size}
     with contextlib.suppress(OSError, ValueError):  # none yet, or one that somebody has edited
         before = json.loads((folder / ENVIRONMENT).read_text())
         facts["earlier"] = [*before.pop("earlier", []), before]
     write_atomically(folder / ENVIRONMENT, lambda file: file.write(json.dumps(facts, indent=1).encode()))
+
+
+def remembered_data_dir(folder: Path) -> Path | None:
+    """Where the run in a folder had its data; None if it had none, or if nobody knows."""
+    with contextlib.suppress(OSError, ValueError):
+        facts = parse_json(read_text(folder / ENVIRONMENT, MOST_DESCRIPTION))
+        if isinstance(facts, dict) and isinstance(facts.get("data_dir"), str):
+            return Path(facts["data_dir"])
+    return None
+
+
+def save_split(folder: Path, recipe: Recipe, held_out: Sequence[str]) -> None:
+    """Which images the run validates on, by their paths in its data: later commands take exactly these."""
+    content = {"val_fraction": recipe.val_fraction, "val_seed": recipe.val_seed, "validation": list(held_out)}
+    write_atomically(folder / SPLIT, lambda file: file.write(json.dumps(content, indent=0).encode()))
+
+
+def read_split(folder: Path) -> list[str] | None:
+    """What `save_split` wrote; None if there is no such file."""
+    if not (folder / SPLIT).is_file():
+        return None
+    try:
+        content = parse_json(read_text(folder / SPLIT, MOST_ANALYSIS))
+        if not isinstance(content, dict):
+            raise fail("it", "a mapping", content)
+        found: list[str] = list_of(text(10_000), 1, MOST_CLASSES)("validation", content.get("validation"))
+    except ValueError as error:
+        raise ValueError(f"{folder / SPLIT} is damaged: {error}") from None
+    return found
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -69,11 +102,11 @@ def _commit() -> str | None:
 
 def save_summary(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """One row an epoch, under timm's names. Written anew each time: a resumed run must not repeat a row."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
+    table = io.StringIO()
+    writer = csv.DictWriter(table, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_atomically(folder / SUMMARY, lambda file: file.write(text.getvalue().encode()))
+    write_atomically(folder / SUMMARY, lambda file: file.write(table.getvalue().encode()))
 
 
 class Curves:

@@ -81,6 +81,8 @@ def opened_run(
             if resumed_from is not None:
                 folder.adopt_best(resumed_from)
             records.save_settings(output, recipe, data_dir, process.world_size, process.device)
+            if data.held_out is not None:
+                records.save_split(output, recipe, data.held_out)
             curves = records.Curves(output, position.done)
             stack.callback(curves.close)
         quiet = quiet or not process.is_main

@@ -1,0 +1,125 @@
+"""One set of labelled images as two: a part of every class is held out for validation, the same in every run.
+
+Which images those are depends on the seed, and on the class and the file name of each image: not on the machine, on the
+order in which a disk lists its files, or on the other classes.
+"""
+
+import hashlib
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from grassy.data.class_folders import ClassReader, image_suffixes, is_hidden
+from grassy.data.images import (
+    TRAIN_NAMES,
+    VALIDATION_NAMES,
+    ArrayImages,
+    Images,
+    ReaderImages,
+    arrays_from_file,
+    images_from_files,
+)
+from grassy.runs.recipe import Recipe
+
+
+def set_to_split(recipe: Recipe, data_dir: Path | None) -> Path | None:
+    """Where the images are that a recipe has split into two: one folder of class folders, one tar or one .npz file.
+
+    None if it has nothing split (`val_fraction` is 0, or the data set is no files), or if the folder has both parts.
+    """
+    if not recipe.val_fraction or recipe.dataset or data_dir is None or not data_dir.exists():
+        return None
+    if data_dir.is_file():
+        return data_dir
+    train, validation = (split_place(data_dir, names) for names in (TRAIN_NAMES, VALIDATION_NAMES))
+    if validation is not None:
+        return None  # with nothing to train on beside it, this is an error that the caller tells of
+    return train or data_dir
+
+
+def split_place(folder: Path, names: Sequence[str]) -> Path | None:
+    """The folder, tar or .npz file of a split. A folder that holds images itself is a class that is called so."""
+    for name in names:
+        for place in (folder / name, folder / f"{name}.tar", folder / f"{name}.npz"):
+            if place.is_file() or (place.is_dir() and not holds_images(place)):
+                return place
+    return None
+
+
+def holds_images(folder: Path) -> bool:
+    """Whether images lie in the folder itself."""
+    suffixes = image_suffixes()
+    with os.scandir(folder) as entries:
+        return any(
+            os.path.splitext(entry.name)[1].lower() in suffixes and not is_hidden(entry.name) and entry.is_file()
+            for entry in entries
+        )
+
+
+def open_set(place: Path, class_names: Sequence[str] | None = None) -> tuple[Images, list[str]]:
+    """All images of a set, and a key for each: its path in the set, which stays when the set is moved."""
+    if place.suffix == ".npz":
+        arrays = arrays_from_file(place, place.stem, class_names)
+        return arrays, [str(index) for index in range(len(arrays))]
+    images = images_from_files(place, class_names)
+    root = place if place.is_dir() else place.parent
+    reader = _reader_of(images)
+    keys = [
+        Path(os.path.relpath(each.path, root)).as_posix() + ("" if each.size is None else f":{name}")
+        for name, each in zip(reader.names, reader.places, strict=True)
+    ]
+    return images, keys
+
+
+def held_out(images: Images, keys: Sequence[str], fraction: float, seed: int) -> set[str]:
+    """Keys of the images to validate on: of each class the given share, rounded, but not all and, of two, not none.
+
+    The one image of a class is trained on.
+    """
+    labels = images.labels()
+    assert labels is not None  # files and arrays tell theirs
+    names = images.class_names
+    chosen: set[str] = set()
+    for label in np.unique(labels).tolist():
+        own = [keys[index] for index in np.flatnonzero(labels == label).tolist()]
+        count = min(len(own) - 1, max(1, round(fraction * len(own))))
+        title = str(label) if names is None else names[label]
+        chosen.update(sorted(own, key=lambda key: _draw(seed, title, key))[:count])
+    return chosen
+
+
+def _draw(seed: int, title: str, key: str) -> bytes:
+    """A random number for an image: by its name without the folders, so that a set may be moved or put into another."""
+    return hashlib.sha256(f"{seed}\n{title}\n{key.rpartition('/')[2]}".encode("utf-8", "surrogateescape")).digest()
+
+
+def part_of(images: Images, keys: Sequence[str], wanted: Collection[str], inside: bool) -> Images:
+    """The images whose keys are wanted, or, if not `inside`, the others; the numbers of the classes stay."""
+    indices = [index for index, key in enumerate(keys) if (key in wanted) == inside]
+    if isinstance(images, ArrayImages):
+        return ArrayImages(images.images[indices], images.labels()[indices], images.class_names, images.where)
+    reader = _reader_of(images)
+    some = ClassReader(
+        [reader.names[index] for index in indices],
+        [reader.places[index] for index in indices],
+        [reader.targets[index] for index in indices],
+        reader.class_to_idx,
+    )
+    return ReaderImages(some, "")
+
+
+def _reader_of(images: Images) -> ClassReader:
+    reader = getattr(images, "reader", None)
+    assert isinstance(reader, ClassReader)  # of what `images_from_files` opens
+    return reader
+
+
+def split(recipe: Recipe, place: Path) -> tuple[Images, Images, list[str]]:
+    """The images to train on, those to validate on, and the keys of these, sorted."""
+    images, keys = open_set(place)
+    chosen = held_out(images, keys, recipe.val_fraction, recipe.val_seed)
+    if not chosen:
+        raise ValueError(f"no class in {place} has two images, so none can be held out for validation")
+    return part_of(images, keys, chosen, False), part_of(images, keys, chosen, True), sorted(chosen)

@@ -1,0 +1,79 @@
+"""The images that a saved model is measured on: those that its run held out, where the run found them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grassy.data.class_folders import ClassReader
+from grassy.data.held_out import held_out, open_set, part_of, set_to_split
+from grassy.data.images import TRAIN_NAMES, VALIDATION_NAMES, Images, check_labels, open_images
+from grassy.runs.recipe import Recipe, saved_recipe
+from grassy.runs.records import read_split, remembered_data_dir
+from grassy.runs.weights import Description
+
+
+@dataclass(frozen=True)
+class RunImages:
+    """Labelled images, numbered as the model's classes are; where they lie, and what to tell the user of them."""
+
+    images: Images
+    data_dir: Path | None
+    notes: list[str] = field(default_factory=list)
+
+
+def run_recipe(about: Description, split: str | None = None, dataset: str | None = None) -> Recipe:
+    """The recipe that is saved with a model, or the view of one that no recipe made; with another split or data set."""
+    view = {name: getattr(about, name) for name in ("img_size", "crop_pct", "interpolation")}
+    changes = {"val_split": split, "dataset": dataset}
+    recipe = saved_recipe(about.recipe or view)
+    return recipe.changed({name: value for name, value in changes.items() if value is not None})
+
+
+def data_dir_of(file: Path, recipe: Recipe, data_dir: Path | None, dataset: str | None = None) -> Path | None:
+    """The folder that is given, or else the one that the run of these weights remembers."""
+    if data_dir is not None or recipe.dataset == "digits" or dataset is not None:
+        return data_dir
+    return remembered_data_dir(file.parent)
+
+
+def run_images(file: Path, about: Description, recipe: Recipe, data_dir: Path | None) -> RunImages:
+    """The split `recipe.val_split` of the data of a run, whose weights are in `file`."""
+    place = set_to_split(recipe, data_dir)
+    notes: list[str] = []
+    if place is None:
+        images = open_images(recipe.dataset, data_dir, recipe.val_split, about.class_names)
+    else:
+        images = _part(file, about, recipe, place, notes)
+    check_order(images, about, file)
+    check_labels(images, about.num_classes, f"split {recipe.val_split}")
+    return RunImages(images, data_dir, notes)
+
+
+def check_order(images: Images, about: Description, file: Path) -> None:
+    """Raise a ValueError for class folders whose order nobody knows to be that of the model's classes.
+
+    Libraries number folders differently: torchvision puts Zebra before ant and 10 before 2, timm and grassy do not.
+    """
+    by_name = isinstance(getattr(images, "reader", None), ClassReader)
+    if by_name and about.class_names is None:
+        raise ValueError(
+            f"{file} does not say what its classes are called, so class folders cannot be matched to them: save the "
+            "weights again by grassy.save(model, path, class_names=[...]), in the order of the labels"
+        )
+
+
+def _part(file: Path, about: Description, recipe: Recipe, place: Path, notes: list[str]) -> Images:
+    """The part of a set that is split: as the run recorded it or, without its record, as the same rule splits it."""
+    training = recipe.val_split in TRAIN_NAMES
+    if not training and recipe.val_split not in VALIDATION_NAMES:
+        raise ValueError(f"{place} is split by val_fraction into train and val: it has no split {recipe.val_split!r}")
+    images, keys = open_set(place, about.class_names)
+    recorded = read_split(file.parent)
+    wanted = set(recorded) if recorded is not None else held_out(images, keys, recipe.val_fraction, recipe.val_seed)
+    gone = len(wanted.difference(keys))
+    before = remembered_data_dir(file.parent)
+    if gone and (before is None or not place.absolute().is_relative_to(before)):  # files of one name are common
+        notes.append(f"{place} is not the data of the run, so all of its {len(keys)} images count")
+        return images
+    if gone:
+        notes.append(f"{gone} of the {len(wanted)} images that the run held out are no longer in {place}")
+    return part_of(images, keys, wanted, not training)

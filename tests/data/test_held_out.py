@@ -1,0 +1,188 @@
+"""One folder of class folders: a part of every class is held out, and every command holds out the same images."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import grassy
+from grassy.data.held_out import held_out, open_set, set_to_split
+from grassy.data.run_data import open_data
+from grassy.distributed.processes import Process
+from grassy.inference.validate import validate
+from grassy.models import create_model
+from grassy.report.analyze import analyze, open_split
+from grassy.runs.records import read_split
+from grassy.runs.weights import BEST, LAST, read_description
+from grassy.train.loop import train
+from training_cases import TINY, tiny_arrays, tiny_folders, tiny_recipe
+
+CPU = Process(torch.device("cpu"))
+HEAD = {"name": "grassmann", "k": 2, "gamma": 8.0}
+
+
+def photos(folder, **classes):
+    """One folder of class folders, each with so many images, darker and brighter."""
+    rng = np.random.default_rng(0)
+    for number, (name, count) in enumerate(classes.items()):
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            pixels = rng.integers(0, 80, (12, 12, 3)) + 60 * number
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{name}-{i}.png")
+    return folder
+
+
+def names(loader):
+    images = loader.images
+    return {images.name(index) for index in range(len(images))}
+
+
+def test_a_fifth_of_every_class_is_held_out_and_nothing_is_in_both_parts(tmp_path):
+    folder = photos(tmp_path, cat=10, dog=20, owl=5)
+    data = open_data(tiny_recipe(val_fraction=0.2), folder, CPU)
+    held, trained = names(data.validation), names(data.train)
+    assert not held & trained
+    assert len(held | trained) == 35
+    counts = {name: sum(f"/{name}/" in image for image in held) for name in ("cat", "dog", "owl")}
+    assert counts == {"cat": 2, "dog": 4, "owl": 1}
+    assert data.held_out == sorted(str(Path(name).relative_to(folder)) for name in held)
+    assert data.class_names == ["cat", "dog", "owl"]
+
+
+def test_the_split_depends_on_its_own_seed_alone(tmp_path):
+    folder = photos(tmp_path / "one", cat=10, dog=20)
+    split = open_data(tiny_recipe(val_fraction=0.3), folder, CPU).held_out
+    assert open_data(tiny_recipe(val_fraction=0.3, seed=9), folder, CPU).held_out == split
+    assert open_data(tiny_recipe(val_fraction=0.3, val_seed=1), folder, CPU).held_out != split
+    moved = shutil.copytree(folder, tmp_path / "elsewhere")
+    shutil.copytree(moved / "cat", moved / "lynx")
+    again = open_data(tiny_recipe(val_fraction=0.3), moved, CPU).held_out
+    assert [key for key in again if not key.startswith("lynx")] == split
+
+
+@pytest.mark.parametrize(("images", "fraction", "held"), [(1, 0.5, 0), (2, 0.01, 1), (2, 0.99, 1), (3, 0.9, 2)])
+def test_small_classes_are_in_both_parts_if_they_have_two_images(tmp_path, images, fraction, held):
+    found, keys = open_set(photos(tmp_path, few=images, many=10))
+    assert sum(key.startswith("few") for key in held_out(found, keys, fraction, 0)) == held
+
+
+def test_the_one_image_of_a_class_is_trained_on_and_that_is_said(tmp_path):
+    data = open_data(tiny_recipe(val_fraction=0.2), photos(tmp_path, cat=10, dog=1), CPU)
+    assert any("no validation image has the class dog" in note for note in data.notes)
+    assert any("1 class has fewer than 5 training images" in note and "dog (1)" in note for note in data.notes)
+    with pytest.raises(ValueError, match=r"no class in .* has two images"):
+        open_data(tiny_recipe(val_fraction=0.2), photos(tmp_path / "ones", cat=1, dog=1), CPU)
+
+
+def test_a_folder_with_train_and_val_is_taken_as_it_is_and_one_with_train_alone_is_split(tmp_path):
+    folder, recipe = tiny_folders(tmp_path, images=10), tiny_recipe(val_fraction=0.5)
+    assert set_to_split(recipe, folder) is None
+    assert open_data(recipe, folder, CPU).held_out is None
+    shutil.rmtree(folder / "val")
+    data = open_data(recipe, folder, CPU)
+    assert (len(data.held_out), data.class_names) == (15, ["cat", "dog", "owl"])
+    assert set_to_split(tiny_recipe(), folder) is None
+
+
+def test_a_class_may_be_called_train(tmp_path):
+    folder = photos(tmp_path, plane=5, train=5, test=5)
+    assert open_data(tiny_recipe(val_fraction=0.2), folder, CPU).class_names == ["plane", "test", "train"]
+
+
+def test_one_file_of_arrays_is_split_too(tmp_path):
+    data = open_data(tiny_recipe(val_fraction=0.25), tiny_arrays(tmp_path) / "train.npz", CPU)
+    assert len(data.held_out) == 10
+    assert sorted(int(key) for key in data.held_out)[-1] < 40
+
+
+# ------------------------------------------------------------------------------------------------ a run
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run that split its photos itself."""
+    folder = photos(tmp_path / "photos", cat=20, dog=10)
+    train(tiny_recipe(epochs=1, val_fraction=0.3), folder, tmp_path / "run", quiet=True)
+    return tmp_path / "run"
+
+
+def test_validate_and_analyze_find_the_images_that_the_run_held_out_by_themselves(run):
+    about = read_description(run / LAST)
+    assert len(read_split(run)) == 9
+    metrics = validate(run / LAST, None, device="cpu")
+    assert metrics.images == 9
+    assert metrics.top1 == pytest.approx(about.metrics["eval_top1"])
+    assert analyze(run, device="cpu")["data"]["images"] == 9
+    assert validate(run, None, split="train", device="cpu").images == 21
+
+
+def test_images_that_are_added_later_are_not_validated_on(run, tmp_path, capsys):
+    for i in range(30):
+        Image.new("RGB", (12, 12)).save(tmp_path / "photos" / "cat" / f"new-{i}.png")
+    assert validate(run, None, device="cpu").images == 9
+    (tmp_path / "photos" / read_split(run)[0]).unlink()
+    assert validate(run, None, device="cpu").images == 8
+    assert "1 of the 9 images that the run held out are no longer in" in capsys.readouterr().err
+
+
+def test_a_folder_that_was_moved_is_given_once_more(run, tmp_path):
+    (tmp_path / "photos").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match=r"photos does not exist"):
+        validate(run, None, device="cpu")
+    assert validate(run, tmp_path / "moved", device="cpu").images == 9
+    assert analyze(run, device="cpu")["data"] is None
+
+
+def test_all_of_a_folder_of_other_photos_counts(run, tmp_path, capsys):
+    assert validate(run, photos(tmp_path / "other", dog=3, cat=4), device="cpu").images == 7
+    assert "is not the data of the run, so all of its 7 images count" in capsys.readouterr().err
+
+
+def test_weights_without_their_folder_are_validated_on_the_same_images(run, tmp_path):
+    alone = shutil.copy(run / BEST, tmp_path / "alone.safetensors")
+    images, _ = open_split(read_description(alone), tmp_path / "photos", file=alone)
+    assert {str(Path(images.name(i)).relative_to(tmp_path / "photos")) for i in range(len(images))} == set(
+        read_split(run)
+    )
+
+
+def test_a_damaged_record_of_the_split_is_one_sentence(run):
+    for content in ("[", "[]", json.dumps({"validation": [3]}), json.dumps({"validation": []})):
+        (run / "split.json").write_text(content)
+        with pytest.raises(ValueError, match=r"split\.json is damaged"):
+            validate(run, None, device="cpu")
+
+
+# ------------------------------------------------------------------------------------------------ the order of classes
+
+
+def test_classes_are_not_matched_by_their_place_if_the_weights_do_not_name_them(tmp_path):
+    """torchvision numbers the folders 10 and 2 as 0 and 1, natural order the other way round."""
+    data = tiny_folders(tmp_path / "data", classes=("10", "2"))
+    model = create_model(TINY["model"], 2, HEAD, TINY["model_kwargs"])
+    view = {"img_size": 8, "crop_pct": 1.0, "model_kwargs": TINY["model_kwargs"]}
+    grassy.save(model, tmp_path / "unnamed.safetensors", **view)
+    for measure in (
+        lambda: validate(tmp_path / "unnamed.safetensors", data, device="cpu"),
+        lambda: analyze(tmp_path / "unnamed.safetensors", data, device="cpu"),
+    ):
+        with pytest.raises(ValueError, match=r"does not say what its classes are called.*class_names=\[...\]"):
+            measure()
+    grassy.save(model, tmp_path / "named.safetensors", ["10", "2"], **view)
+    grassy.save(model, tmp_path / "swapped.safetensors", ["2", "10"], **view)
+    right, swapped = (
+        validate(tmp_path / f"{name}.safetensors", data, split="train", device="cpu") for name in ("named", "swapped")
+    )
+    assert right.top1 == pytest.approx(100 - swapped.top1)
+
+
+def test_numbers_in_training_and_names_in_validation_are_refused(tmp_path):
+    tiny_folders(tmp_path, classes=("a", "b", "c"))
+    shutil.rmtree(tmp_path / "train")
+    np.savez(tmp_path / "train.npz", x=np.zeros((9, 8, 8, 3), np.uint8), y=np.arange(9) % 3)
+    with pytest.raises(ValueError, match="numbers for their classes and the validation images have names"):
+        open_data(tiny_recipe(), tmp_path, CPU)
