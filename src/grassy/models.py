@@ -10,15 +10,20 @@ import torch
 from torch import nn
 
 from grassy.spelling import nearest
-from grassy.surgery import replace_head
+from grassy.surgery import find_classifiers, replace_head
 from grassy.torchvision_import import import_torchvision
 
 #: Arguments of timm's own functions that a user may give; the others fetch weights, read files or wrap the model.
 HARMLESS = {"pretrained", "scriptable", "exportable"}
 
 
-def create_model(name: str, num_classes: int, head: dict[str, Any], options: dict[str, Any]) -> nn.Module:
-    """A timm model with the head that `head` describes: {"name": ..., and its options}."""
+def create_model(
+    name: str, num_classes: int, head: dict[str, Any], options: dict[str, Any], k_share: float = 1.0
+) -> nn.Module:
+    """A timm model with the head that `head` describes: {"name": ..., and its options}.
+
+    k_share: the most that k may be of the width of the features, in which a narrow model has a smaller k.
+    """
     timm = import_timm()
     if not timm.is_model(name):
         raise ValueError(f"timm has no model {name!r}{nearest(name, timm.list_models())}")
@@ -31,8 +36,17 @@ def create_model(name: str, num_classes: int, head: dict[str, Any], options: dic
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"model {name}: {reason}; check model_kwargs {options}") from error
     head_options = {key: value for key, value in head.items() if key != "name"}
+    if k_share < 1 and isinstance(head_options.get("k"), int):
+        most = max(1, int(k_share * min(_widths(model), default=head_options["k"] / k_share)))
+        head_options["k"] = min(head_options["k"], most)
     replace_head(model, head.get("name", "linear"), **head_options)
     return model
+
+
+def _widths(model: nn.Module) -> list[int]:
+    """Of the features in front of each classifier of a model."""
+    found = find_classifiers(model).values()
+    return [layer.weight.shape[1] for layer in found]  # type: ignore[union-attr, index, misc]
 
 
 def check_options(name: str, options: dict[str, Any]) -> None:

@@ -66,8 +66,18 @@ def test_the_demo_command_hands_its_options_on(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: command"),
-        (["dmo"], "invalid choice: 'dmo' (choose from"),
+        (["dmo"], "there is no command 'dmo', did you mean 'demo'?; the commands are demo, train"),
+        (["trian", "finetune"], "there is no command 'trian', did you mean 'train'?"),
+        (["train"], "which recipe? `grassy train finetune --data-dir photos` trains on your own photos"),
+        (["train", "--resume", "runs/none"], "there is no run runs/none to go on with"),
+        (["train", "resnet50-grassmann", "k=4"], "a recipe has no field 'k', did you mean 'head.k'?"),
+        (["train", "resnet50-linear", "k=4"], "a recipe has no field 'k', did you mean 'head.k'?"),
+        (["train", "resnet50-linear", "momentum=0.5"], "no field 'momentum', did you mean 'opt_kwargs.momentum'?"),
+        (["train", "resnet18-grassmann"], "`grassy train resnet50-grassmann model=resnet18`"),
+        (["train", "resnet50-grasmann"], "there is no recipe 'resnet50-grasmann', did you mean 'resnet50-grassmann'?"),
+        (["validate"], "which run? give the folder of a run, or its .safetensors file, as in: grassy validate runs/"),
+        (["analyze", "a", "--checkpoint", "b"], "one run is expected, got a and b"),
+        (["predict", "photo.jpg"], "which images? give them after the run, as in: grassy predict RUN photo.jpg"),
         (["demo", "--sedes", "3"], "unrecognized arguments: --sedes 3"),
         (["demo", "--seeds", "0"], "at least 1 seed and 1 epoch, got 0"),
     ],
@@ -85,7 +95,7 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
         (["demo", "--qui"], "unrecognized arguments: --qui"),
         (["demo", "--seed", "3"], "unrecognized arguments: --seed 3"),
         (["train", "digits-grassmann", "--epoch", "1"], "unrecognized arguments: --epoch 1"),
-        (["predict", "image.png", "--check", "run"], "arguments are required: --checkpoint"),
+        (["predict", "image.png", "--check", "run"], "unrecognized arguments: --check"),
     ],
 )
 def test_abbreviated_flags_are_refused(capsys, arguments, message):

@@ -51,6 +51,7 @@ def test_a_recipe_takes_a_step(name, folder, tmp_path):
             "batch_size": 4,
             "workers": 0,
             "num_classes": num_classes,
+            "pretrained": False,
             "model_kwargs": {**recipe.model_kwargs, **SMALLER.get(recipe.model, {})},
         }
     )

@@ -14,7 +14,7 @@ import grassy
 from grassy.heads import recommended_gamma
 from grassy.inference.validate import validate
 from grassy.runs.recipe import Recipe, load_recipe
-from grassy.runs.state import STATE, read_torch
+from grassy.runs.state import STATE, read_torch, save_state
 from grassy.runs.weights import BEST, LAST, read_description
 from grassy.train.loop import train
 from training_cases import assert_same_weights, tiny_arrays, tiny_folders, tiny_recipe, train_command, weights
@@ -223,12 +223,34 @@ def test_the_file_of_the_best_weights_describes_the_epoch_that_they_are_from(tmp
 
 def test_an_average_that_will_not_leave_its_beginning_is_said_so(tmp_path, capsys):
     data = tiny_arrays(tmp_path / "data")
-    train(tiny_recipe(model_ema=True, epochs=1), data, tmp_path / "slow")
-    assert "the average of the weights will still be 100% what training begins with" in capsys.readouterr().err
-    train(tiny_recipe(model_ema=True, model_ema_decay=0.9, epochs=1), data, tmp_path / "short")
-    assert "; train for longer, or without it" in capsys.readouterr().err
-    train(tiny_recipe(model_ema=True, model_ema_decay=0.1, epochs=1), data, tmp_path / "fast")
+    average = {"model_ema": True, "model_ema_warmup": False, "epochs": 1}
+    train(tiny_recipe(**average), data, tmp_path / "slow")
+    told = capsys.readouterr().err
+    assert "the average of the weights will still be 100% what training begins with" in told
+    assert "model_ema_warmup=true forgets them" in told
+    train(tiny_recipe(**average, model_ema_decay=0.1), data, tmp_path / "fast")
     assert "the average of the weights" not in capsys.readouterr().err
+
+
+def test_by_default_the_average_of_a_short_run_forgets_what_it_began_with(tmp_path, capsys):
+    data = tiny_arrays(tmp_path / "data")
+    short = train(tiny_recipe(model_ema=True), data, tmp_path / "short")
+    assert "the average of the weights" not in capsys.readouterr().err
+    slow = train(tiny_recipe(model_ema=True, model_ema_warmup=False), data, tmp_path / "slow", quiet=True)
+    assert short.rows[-1]["eval_loss"] < slow.rows[-1]["eval_loss"] - 0.01
+
+
+def test_a_run_that_was_begun_without_a_warm_up_of_the_average_goes_on_without(tmp_path):
+    """Its states say nothing of one, so the average must stay what it would have been."""
+    data = tiny_arrays(tmp_path / "data")
+    without = tiny_recipe(model_ema=True, model_ema_decay=0.9, model_ema_warmup=False, sched="constant")
+    train(without, data, tmp_path / "whole", quiet=True)
+    train(without.changed({"epochs": 1}), data, tmp_path / "old", quiet=True)
+    state = read_torch(tmp_path / "old" / STATE)
+    del state["recipe"]["model_ema_warmup"]
+    save_state(state, tmp_path / "old" / STATE)
+    train(without.changed({"model_ema_warmup": True}), data, tmp_path / "old", "auto", quiet=True)
+    assert_same_weights(tmp_path / "whole", tmp_path / "old")
 
 
 def test_what_is_worth_knowing_of_a_model_is_said(tmp_path, capsys):

@@ -27,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = argparse.Namespace(command=None, debug=False)
     try:
         args = _parse(argv, args)
+        if args.command is None:
+            make_parser().print_help()
+            return 0
         return args.run(args) or 0
     except ModuleNotFoundError as error:
         module = (error.name or "").split(".")[0]
@@ -55,7 +58,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="grassy", description="Classifiers whose classes are subspaces.")
     parser.add_argument("--version", action="version", version=f"grassy {__version__}")
     add_debug(parser)
-    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="command")
     for command in COMMANDS:
         command.add(commands)
     return parser

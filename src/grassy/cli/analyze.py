@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from grassy.cli.parser import Commands, add_command, add_device
+from grassy.cli.parser import Commands, add_command, add_device, add_run, run_of
 
 
 def add(commands: Commands) -> None:
@@ -11,10 +11,10 @@ def add(commands: Commands) -> None:
         commands,
         "analyze",
         "measure the classes and features of a run: RUN/analysis.json",
-        "grassy analyze runs/resnet50-grassmann --data-dir photos",
+        "grassy analyze runs/finetune",
     )
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of a run, or its .safetensors file")
-    parser.add_argument("--data-dir", type=Path, help="as for train; without it the weights alone are measured")
+    add_run(parser)
+    parser.add_argument("--data-dir", type=Path, help="as for train (default: that of the run)")
     parser.add_argument("--split", help="of the data (default: the recipe's val_split; the paper measures on train)")
     parser.add_argument("--dataset", help="default: the recipe's")
     parser.add_argument("--cache", type=Path, help="folder for features (default: features in RUN)")
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
     from grassy.report.analyze import analyze, render
 
     result = analyze(
-        args.run_folder,
+        run_of(args),
         args.data_dir,
         args.split,
         args.device,

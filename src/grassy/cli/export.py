@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from grassy.cli.parser import Commands, add_checkpoint, add_command
+from grassy.cli.parser import Commands, add_command, add_run, run_of
 
 
 def add(commands: Commands) -> None:
@@ -11,10 +11,14 @@ def add(commands: Commands) -> None:
         commands,
         "export",
         "write a trained model as one ONNX or .pt2 file",
-        "grassy export --checkpoint runs/resnet50-grassmann --output model.onnx",
+        "grassy export runs/finetune --output model.onnx",
     )
-    add_checkpoint(parser)
-    parser.add_argument("--output", type=Path, required=True, help="the file to write: .onnx, or .pt2 for torch.export")
+    add_run(parser)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help=".onnx, or .pt2 for torch.export (default: model.onnx in RUN)",
+    )
     parser.add_argument(
         "--batch-size", default="dynamic", help="dynamic (any number of images, the default) or a number"
     )
@@ -26,4 +30,6 @@ def run(args: argparse.Namespace) -> None:
     from grassy.inference.export import export
 
     batch = int(args.batch_size) if args.batch_size.isdecimal() else args.batch_size
-    export(args.checkpoint, args.output, batch, args.opset)
+    run = run_of(args)
+    output = args.output or (run if run.is_dir() else run.parent) / "model.onnx"
+    export(run, output, batch, args.opset)

@@ -6,12 +6,20 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
+from grassy.spelling import nearest
+
 
 class Parser(argparse.ArgumentParser):
     """Takes flags in full only, and reports errors as all other bad input is reported, by `grassy.cli.main`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            known = ", ".join(action.choices)
+            raise ValueError(f"there is no command {value!r}{nearest(value, action.choices)}; the commands are {known}")
+        super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (try {self.prog} --help)")
@@ -36,8 +44,43 @@ def add_debug(parser: Parser) -> None:
     )
 
 
-def add_checkpoint(parser: Parser) -> None:
-    parser.add_argument("--checkpoint", type=Path, required=True, help="the folder of a run, or its .safetensors file")
+RUN = "the folder of a run, or its .safetensors file"
+
+
+def add_run(parser: Parser) -> None:
+    """The one run that a command is about, by its place or as --checkpoint: `run_of` reads either."""
+    parser.add_argument("run_folder", nargs="?", metavar="RUN", help=RUN)
+    add_checkpoint(parser)
+
+
+def add_runs(parser: Parser, what: str = f"{RUN}; one or several") -> None:
+    """The runs that a command is about: `runs_of` reads them."""
+    parser.add_argument("run_folder", nargs="*", metavar="RUN", help=what)
+    add_checkpoint(parser, nargs="+")
+
+
+def add_checkpoint(parser: Parser, **options: Any) -> None:
+    parser.add_argument("--checkpoint", metavar="RUN", help="the same, if you prefer to name it", **options)
+
+
+def run_of(args: argparse.Namespace) -> Path:
+    """The one run that was given."""
+    runs = runs_of(args)
+    if len(runs) > 1:
+        raise ValueError(f"one run is expected, got {' and '.join(runs)}")
+    return Path(runs[0])
+
+
+def runs_of(args: argparse.Namespace) -> list[str]:
+    """The runs that were given, by their place or as --checkpoint, each once."""
+    given = [*_listed(args.run_folder), *_listed(args.checkpoint)]
+    if not given:
+        raise ValueError(f"which run? give {RUN}, as in: grassy {args.command} runs/finetune")
+    return list(dict.fromkeys(given))
+
+
+def _listed(value: str | list[str] | None) -> list[str]:
+    return [] if value is None else [value] if isinstance(value, str) else value
 
 
 def add_device(parser: Parser) -> None:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from grassy.cli.parser import Commands, add_checkpoint, add_command, add_device
+from grassy.cli.parser import RUN, Commands, add_checkpoint, add_command, add_device
 
 
 def add(commands: Commands) -> None:
@@ -11,10 +11,10 @@ def add(commands: Commands) -> None:
         commands,
         "predict",
         "classify images that have no labels",
-        "grassy predict holiday/ --checkpoint runs/resnet50-grassmann --output classes.csv",
+        "grassy predict runs/finetune holiday/ --output classes.csv",
     )
     parser.add_argument(
-        "images", nargs="+", type=Path, metavar="IMAGE_OR_FOLDER", help="folders are searched for images"
+        "images", nargs="+", metavar="RUN IMAGE_OR_FOLDER", help=f"{RUN}, and images or folders of them"
     )
     add_checkpoint(parser)
     parser.add_argument("--topk", type=int, default=5, help="how many classes to give for an image (default: 5)")
@@ -28,7 +28,10 @@ def run(args: argparse.Namespace) -> None:
     from grassy.inference.predict import check_output, find_images, predict_files, write_predictions
 
     check_output(args.output)
-    files = find_images(args.images)
-    predictions = predict_files(args.checkpoint, files, args.topk, args.batch_size, args.device)
+    run, *images = args.images if args.checkpoint is None else [args.checkpoint, *args.images]
+    if not images:
+        raise ValueError(f"which images? give them after the run, as in: grassy predict RUN {run}")
+    files = find_images(images)
+    predictions = predict_files(run, files, args.topk, args.batch_size, args.device)
     if write_predictions(predictions, args.output, total=len(files)) == len(files):
         raise ValueError("none of the images could be read")

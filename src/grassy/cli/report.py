@@ -3,16 +3,16 @@
 import argparse
 from pathlib import Path
 
-from grassy.cli.parser import Commands, add_command, add_device
+from grassy.cli.parser import Commands, add_command, add_device, add_runs, runs_of
 
 
 def add(commands: Commands) -> None:
     parser = add_command(
         commands, "report", "one HTML page to explore runs with, offline", "grassy report runs/a runs/b"
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs")
+    add_runs(parser)
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: report.html")
-    parser.add_argument("--data-dir", type=Path, help="as for train; adds sample images, and what needs features")
+    parser.add_argument("--data-dir", type=Path, help="as for train (default: that of each run)")
     parser.add_argument("--split", help="of the data (default: that of the run's analysis, or the recipe's val_split)")
     parser.add_argument("--title", default="", help="of the page")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="write heatmaps as PDF there, too")
@@ -23,14 +23,14 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     from grassy.report.page import measured_on, report, run_names
 
-    page = report(args.runs, args.output, args.data_dir, args.split, args.device, args.title)
-    if different := measured_on(args.runs):
+    runs = [Path(run) for run in runs_of(args)]
+    page = report(runs, args.output, args.data_dir, args.split, args.device, args.title)
+    if different := measured_on(runs):
         print(f"Measured on different images, so compare with care: {'; '.join(different)}")
     if args.pictures is not None:
         from grassy.report.analyze import read_analysis
         from grassy.report.pictures import save_pictures
 
-        runs = list(dict.fromkeys(args.runs))
         save_pictures(dict(zip(run_names(runs), map(read_analysis, runs), strict=True)), args.pictures)
         print(f"Saved pictures in {args.pictures}")
     print(f"Saved {page} ({page.stat().st_size / 1e6:.1f} MB); open it in a browser")

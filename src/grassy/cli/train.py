@@ -13,16 +13,20 @@ def add(commands: Commands) -> None:
         commands,
         "train",
         "train what a recipe says, on one GPU, on many (torchrun), or on a CPU",
-        "grassy train resnet50-grassmann head.k=4 --data-dir photos --epochs 30",
+        "grassy train finetune --data-dir photos",
     )
-    parser.add_argument("recipe", help="name of a recipe (`grassy recipes` lists them) or a YAML file")
+    parser.add_argument("recipe", nargs="?", help="name of a recipe (`grassy recipes` lists them) or a YAML file")
     parser.add_argument(
         "settings", nargs="*", default=[], metavar="key=value", help="fields of the recipe to change: lr=0.05 head.k=4"
     )
-    parser.add_argument("--data-dir", type=Path, help="class folders in train and val, tars, or train.npz and test.npz")
+    parser.add_argument("--data-dir", type=Path, help="class folders; or train and val as class folders, tars, .npz")
     parser.add_argument("--output", type=Path, help="folder of the run (default: runs/RECIPE)")
-    parser.add_argument("--resume", default="", metavar="auto|PATH", help="go on with the run in --output, or another")
+    parser.add_argument("--resume", default="", metavar="auto|PATH", help="go on with a run; auto: that in --output")
     parser.add_argument("--initial-checkpoint", metavar="PATH", help="weights to begin with")
+    parser.add_argument("--from-scratch", action="store_true", help="begin with random weights, not pretrained ones")
+    parser.add_argument(
+        "--val-fraction", type=float, help="the part of each class to validate on, of one folder of class folders"
+    )
     for flag, kind in (("--seed", int), ("--epochs", int), ("--batch-size", int), ("--lr", float), ("--workers", int)):
         parser.add_argument(flag, type=kind, help=f"the recipe's {flag[2:].replace('-', '_')}")
     parser.add_argument(
@@ -38,20 +42,47 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from grassy.runs.recipe import load_recipe, run_name
+    from grassy.runs.records import remembered_data_dir
     from grassy.train.loop import TrainingStopped, train
+    from grassy.train.pretrained import preparation_of_weights
 
-    flags = ("seed", "epochs", "batch_size", "lr", "workers", "initial_checkpoint")
+    resumed = _folder_to_resume(args)
+    flags = ("seed", "epochs", "batch_size", "lr", "workers", "initial_checkpoint", "val_fraction")
     given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
-    for name in given:
-        if any(setting.startswith(f"{name}=") for setting in args.settings):
-            raise ValueError(f"{name} is given twice, as --{name.replace('_', '-')} and as {name}=")
-    recipe = load_recipe(args.recipe, args.settings, given)
-    output = args.output or Path("runs") / run_name(args.recipe)
+    for flag in given:
+        if any(setting.startswith(f"{flag}=") for setting in args.settings):
+            raise ValueError(f"{flag} is given twice, as --{flag.replace('_', '-')} and as {flag}=")
+    if args.from_scratch:
+        given["pretrained"] = False
+    name = str(resumed) if args.recipe is None else args.recipe
+    recipe = load_recipe(name, args.settings, given, preparation_of_weights, goes_on=args.recipe is None)
+    output = args.output or resumed or Path("runs") / run_name(name)
+    data_dir = args.data_dir
+    if data_dir is None and args.resume and recipe.dataset != "digits":
+        data_dir = remembered_data_dir(resumed or output)
     try:
-        state = train(recipe, args.data_dir, output, args.resume, args.device, timeout=args.timeout)
+        state = train(recipe, data_dir, output, args.resume, args.device, timeout=args.timeout)
     except TrainingStopped as error:
         return fail(str(error), args, code=1)
     if state.stopped_by is None and int(os.environ.get("RANK", 0)) == 0 and output.exists():
         best = f"best top-1 {state.best:.2f}" if math.isfinite(state.best) else "no top-1 was measured"
         print(f"{best}; weights, records and curves are in {output}")
     return 0 if state.stopped_by is None else 128 + state.stopped_by  # as shells have it
+
+
+def _folder_to_resume(args: argparse.Namespace) -> Path | None:
+    """The folder of the run that --resume names, if it names one: with it, nothing else has to be said again."""
+    if args.recipe is not None and "=" in args.recipe:  # a setting, since the recipe may be left out
+        args.recipe, args.settings = None, [args.recipe, *args.settings]
+    if args.resume in ("", "auto"):
+        if args.recipe is None:
+            raise ValueError(
+                "which recipe? `grassy train finetune --data-dir photos` trains on your own photos, `grassy recipes` "
+                "lists the others, and --resume RUN goes on with a run"
+            )
+        return None
+    source = Path(args.resume)
+    folder = source if source.is_dir() else source.parent
+    if args.recipe is None and not source.exists():
+        raise ValueError(f"there is no run {source} to go on with")
+    return folder

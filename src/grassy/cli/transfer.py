@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from grassy.cli.parser import Commands, add_command, add_device
+from grassy.cli.parser import Commands, add_command, add_device, add_runs, runs_of
 
 
 def add(commands: Commands) -> None:
@@ -12,12 +12,12 @@ def add(commands: Commands) -> None:
         commands,
         "transfer",
         "how good a model's features are on other data sets",
-        "grassy transfer --checkpoint runs/a runs/b --datasets cifar10 flowers --data-dir data",
+        "grassy transfer runs/a runs/b --datasets cifar10 flowers --data-dir data",
     )
     what = "runs, files of weights, timm/NAME or torchvision/NAME"
-    parser.add_argument("--checkpoint", nargs="+", required=True, metavar="RUN", help=what)
+    add_runs(parser, what)
     known = "cifar10, cifar100, food101, pets, cars, flowers, digits, torch/NAME, hfds/NAME, or NAME=PATH"
-    parser.add_argument("--datasets", nargs="+", required=True, metavar="DATASET", help=known)
+    parser.add_argument("--datasets", nargs="+", metavar="DATASET", help=f"{known} (default: those of the runs)")
     parser.add_argument("--data-dir", type=Path, help="folder that holds the data sets")
     parser.add_argument("--methods", nargs="+", default=["svm", "knn"], metavar="METHOD", help="svm, knn, probe")
     parser.add_argument("--output", type=Path, default=Path("runs/transfer"), help="folder for transfer.csv and .json")
@@ -39,12 +39,13 @@ def run(args: argparse.Namespace) -> None:
     from grassy.runs.folder import RunFolder
     from grassy.runs.recipe import Recipe
     from grassy.runs.records import environment
-    from grassy.transfer import protocol, table
+    from grassy.transfer import datasets, protocol, table
 
     protocol.check_methods(args.methods)
+    runs = runs_of(args)
     device = find_device(args.device)
     dtype = amp_dtype(Recipe(amp=args.amp).amp, device)
-    models = [open_model(source, device) for source in dict.fromkeys(args.checkpoint)]
+    models = [open_model(source, device) for source in runs]
     facts = environment(device)
     folder = RunFolder(args.output)
     folder.claim()  # so that what earlier processes were writing is nobody's now
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         report = protocol.transfer(
             models,
-            list(dict.fromkeys(args.datasets)),
+            list(dict.fromkeys(args.datasets or datasets.of_runs(runs))),
             args.data_dir,
             args.cache or args.output / "features",
             device,

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from grassy.cli.parser import Commands, add_checkpoint, add_command, add_device
+from grassy.cli.parser import Commands, add_command, add_device, add_run, run_of
 
 
 def add(commands: Commands) -> None:
@@ -12,10 +12,10 @@ def add(commands: Commands) -> None:
         commands,
         "validate",
         "accuracy of a trained model on labelled images",
-        "grassy validate --checkpoint runs/resnet50-grassmann --data-dir photos",
+        "grassy validate runs/finetune",
     )
-    add_checkpoint(parser)
-    parser.add_argument("--data-dir", type=Path, help="as for train")
+    add_run(parser)
+    parser.add_argument("--data-dir", type=Path, help="as for train (default: that of the run)")
     parser.add_argument("--split", help="of the data (default: the recipe's val_split)")
     parser.add_argument("--dataset", help="default: the recipe's")
     parser.add_argument("--batch-size", type=int, help="images at a time")
@@ -28,9 +28,7 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     from grassy.inference.validate import validate
 
-    result = validate(
-        args.checkpoint, args.data_dir, args.split, args.dataset, args.batch_size, args.workers, args.device
-    )
+    result = validate(run_of(args), args.data_dir, args.split, args.dataset, args.batch_size, args.workers, args.device)
     if result is None:  # another process speaks
         return
     if args.json:

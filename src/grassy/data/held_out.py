@@ -11,16 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from grassy.data.class_folders import ClassReader, image_suffixes, is_hidden
-from grassy.data.images import (
-    TRAIN_NAMES,
-    VALIDATION_NAMES,
-    ArrayImages,
-    Images,
-    ReaderImages,
-    arrays_from_file,
-    images_from_files,
-)
+from grassy.data.class_folders import ClassReader
+from grassy.data.images import ArrayImages, Images, ReaderImages, arrays_from_file, images_from_files
+from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, advice, below_the_split, holds_images, split_place
 from grassy.runs.recipe import Recipe
 
 
@@ -36,26 +29,11 @@ def set_to_split(recipe: Recipe, data_dir: Path | None) -> Path | None:
     train, validation = (split_place(data_dir, names) for names in (TRAIN_NAMES, VALIDATION_NAMES))
     if validation is not None:
         return None  # with nothing to train on beside it, this is an error that the caller tells of
+    if train is None and below_the_split(data_dir) is not None:
+        raise ValueError(f"{data_dir} holds neither class folders nor train and val{advice(data_dir)}")
+    if train is None and holds_images(data_dir):
+        raise ValueError(f"{data_dir} holds no class folders{advice(data_dir)}")
     return train or data_dir
-
-
-def split_place(folder: Path, names: Sequence[str]) -> Path | None:
-    """The folder, tar or .npz file of a split. A folder that holds images itself is a class that is called so."""
-    for name in names:
-        for place in (folder / name, folder / f"{name}.tar", folder / f"{name}.npz"):
-            if place.is_file() or (place.is_dir() and not holds_images(place)):
-                return place
-    return None
-
-
-def holds_images(folder: Path) -> bool:
-    """Whether images lie in the folder itself."""
-    suffixes = image_suffixes()
-    with os.scandir(folder) as entries:
-        return any(
-            os.path.splitext(entry.name)[1].lower() in suffixes and not is_hidden(entry.name) and entry.is_file()
-            for entry in entries
-        )
 
 
 def open_set(place: Path, class_names: Sequence[str] | None = None) -> tuple[Images, list[str]]:

@@ -11,13 +11,11 @@ import numpy as np
 
 from grassy.data.class_folders import is_hidden, open_files
 from grassy.data.decode import read_pixels, to_rgb
+from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, advice
 from grassy.runs.recipe_values import check_dataset
 from grassy.runs.schema import open_regular
 from grassy.spelling import nearest
 from grassy.torchvision_import import import_torchvision
-
-TRAIN_NAMES = ("train", "training")
-VALIDATION_NAMES = ("val", "valid", "validation", "eval", "evaluation", "test")
 
 
 class Images(Protocol):
@@ -274,7 +272,7 @@ def _split_folder(root: Path, split: str) -> Path:
     names = _split_names(split)
     wanted = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
     listing = f"found {', '.join(found)}{' ...' if len(found) == 5 else ''}" if found else "it is empty"
-    raise ValueError(f"{root} has no folder {wanted}{nearest(split, found)}; {listing}")
+    raise ValueError(f"{root} has no folder {wanted}{nearest(split, found)}; {listing}{advice(root)}")
 
 
 def check_labels(images: Images, num_classes: int, what: str, hint: str = "") -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from grassy.data.class_folders import ClassReader
 from grassy.data.held_out import held_out, open_set, part_of, set_to_split
-from grassy.data.images import TRAIN_NAMES, VALIDATION_NAMES, Images, check_labels, open_images
+from grassy.data.images import Images, check_labels, open_images
+from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES
 from grassy.runs.recipe import Recipe, saved_recipe
 from grassy.runs.records import read_split, remembered_data_dir
 from grassy.runs.weights import Description

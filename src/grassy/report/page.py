@@ -15,7 +15,7 @@ from typing import Any
 
 from grassy import paper
 from grassy._version import __version__
-from grassy.data.images import TRAIN_NAMES, VALIDATION_NAMES
+from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES
 from grassy.inference.feature_models import file_digest
 from grassy.report.analyze import ANALYSIS, analyze, open_split, read_analysis, where_images_are
 from grassy.report.classes import SCALARS

@@ -3,18 +3,20 @@
 A file names its `base` and says only what differs from it. Names are timm's where timm has one.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
 import types
 import typing
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from grassy.heads import check_head_options, create_head
+from grassy.heads import HEADS, check_head_options, create_head
+from grassy.models import import_timm
 from grassy.runs.recipe_values import MOST, check_values
 from grassy.runs.recipe_yaml import parse_yaml
 from grassy.runs.schema import MOST_RECIPE, check_head, check_model_kwargs, check_recipe, read_text
@@ -167,13 +169,22 @@ DEFAULTS: dict[str, Any] = {
     for f in dataclasses.fields(Recipe)
 }
 #: As others call them.
+OPTIMIZER_OPTIONS = ("momentum", "betas", "eps", "nesterov")
 ALIASES = {"learning_rate": "lr", "optimizer": "opt", "scheduler": "sched", "wd": "weight_decay", "bs": "batch_size"}
 
 
-def load_recipe(name: str | Path, overrides: Iterable[str] = (), fields: Mapping[str, Any] | None = None) -> Recipe:
+def load_recipe(
+    name: str | Path,
+    overrides: Iterable[str] = (),
+    fields: Mapping[str, Any] | None = None,
+    preparation: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+    goes_on: bool = False,
+) -> Recipe:
     """The recipe of that name, or of a user's file, with `key=value` overrides, and further fields as they are.
 
     name: of a recipe of the package, or the path of a YAML file (whose base may be either, too) or of a run's folder.
+    preparation: tells how images are prepared for the weights that settings name, for recipes that leave it to these.
+    goes_on: the run is resumed, and so fetches no weights, whatever it began with.
     """
     before = read_settings(name)
     changes: dict[str, Any] = {}
@@ -183,9 +194,11 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = (), fields: Mapping
             raise ValueError(f"a setting is given as key=value, got {override!r}")
         _add(changes, key.strip(), parse_yaml(value, override))
     settings, said = (_merged(_merged(start, changes), fields or {}) for start in (before, {}))
-    if _fetches(settings) and not _fetches(said) and not _is_packaged(name):
+    if _fetches(settings) and not (_fetches(said) or goes_on or _is_packaged(name)):
         raise ValueError(f"{name}: weights are fetched only if you say so yourself: give pretrained=true")
     given = {*changes, *(fields or {})}
+    if preparation is not None and settings.get("preparation") == "weights":
+        settings = {**preparation(settings), **settings}
     return Recipe(**_still_described(before, _schedule_follows(before, settings, given), given))
 
 
@@ -249,6 +262,8 @@ def read_settings(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any
     own = parse_yaml(text, place) or {}
     if not isinstance(own, dict):
         raise ValueError(f"{place} must hold keys and values, not a {type(own).__name__}")
+    if Path(place).name == ARGS and own.get("model_ema"):
+        own.setdefault("model_ema_warmup", False)  # a run of a version that had none means what it meant
     base = own.pop("base", None)
     settings = read_settings(_beside(base, place), (*seen, place)) if base else {}
     if base:
@@ -278,8 +293,7 @@ def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     for key, value in sorted(changes.items(), key=lambda change: first.index(change[0]) if change[0] in first else 2):
         name, dot, part = str(key).partition(".")
         if name not in HINTS:
-            meant = f", did you mean {ALIASES[name]!r}?" if name in ALIASES else nearest(name, [*HINTS, "base"])
-            raise ValueError(f"a recipe has no field {name!r}{meant}")
+            raise ValueError(f"a recipe has no field {name!r}{_meant(name, merged)}")
         if dot:
             if HINTS[name] != dict[str, Any]:
                 raise ValueError(f"{name} has no parts, got {key!r}")
@@ -290,6 +304,21 @@ def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
             value = {**(merged[name] if merged[name].get("name") == value["name"] else {}), **value}
         merged[name] = value
     return merged
+
+
+def _meant(name: str, settings: Mapping[str, Any]) -> str:
+    """A phrase to append: what a user may have meant by a field that a recipe does not have."""
+    if name in ALIASES:
+        return f", did you mean {ALIASES[name]!r}?"
+    head = settings.get("head")
+    kind = head.get("name", "linear") if isinstance(head, Mapping) else "linear"
+    for known in (kind, *HEADS):  # an option of the head, of this one first
+        with contextlib.suppress(ValueError, TypeError):
+            check_head_options(known, [name])
+            return f", did you mean 'head.{name}'?"
+    if name in OPTIMIZER_OPTIONS:
+        return f", did you mean 'opt_kwargs.{name}'?"
+    return nearest(name, [*HINTS, "base"])
 
 
 def _schedule_follows(before: Mapping[str, Any], after: dict[str, Any], given: Container[str]) -> dict[str, Any]:
@@ -379,8 +408,17 @@ def _read(name: str | Path, seen: tuple[str, ...]) -> tuple[str, str]:
     if path.suffix in (".yaml", ".yml"):
         return read_text(path, MOST_RECIPE), os.path.normpath(path)  # so that a circle of bases meets itself
     of = f" (the base of {seen[-1]})" if seen else ""
-    hint = nearest(str(name), recipe_names())
+    hint = _other_model(str(name)) or nearest(str(name), recipe_names())
     raise ValueError(f"there is no recipe {str(name)!r}{of}{hint}; `grassy recipes` lists them, or give a .yaml file")
+
+
+def _other_model(name: str) -> str:
+    """A phrase to append if a recipe that does not exist is named as another one, but for a model that timm has."""
+    model, _, head = name.partition("-")
+    base = next((each for each in (f"resnet50-{head}", f"resnet50d-{head}") if head and _is_packaged(each)), None)
+    if base is None or not import_timm().is_model(model):
+        return ""
+    return f": any recipe takes another model, as in `grassy train {base} model={model}`"
 
 
 def _is_packaged(name: str | Path) -> bool:

@@ -94,6 +94,8 @@ class Checkpoints:
                 f"{path} belongs to a run with head {before}, and this version of grassy makes {trained.head} of it: "
                 f"go on with version {saved.get('grassy')}, or begin another --output with --initial-checkpoint"
             )
+        if trained.average is not None and "model_ema_warmup" not in saved.get("recipe", {}):
+            trained.average.use_warmup = False  # begun by a version that had none
         try:
             trained.model.load_state_dict(saved["model"])
             trained.optimizer.load_state_dict(saved["optimizer"])

@@ -1,5 +1,6 @@
 """The model that a recipe trains, and the weights that it starts from."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from grassy.heads.gamma import automatic_gamma
 from grassy.heads.state import KEY, difference, options_in
 from grassy.models import create_model
 from grassy.runs.recipe import Recipe
-from grassy.runs.weights import read_weights
+from grassy.runs.weights import read_description, read_weights, weights_file
+from grassy.train.pretrained import fetching_weights
 
-#: A gamma of so many times what the rule of thumb says is worth a word.
-MUCH = 1.25
+#: A gamma of so many times what the rule of thumb says is worth a word, and so is one of so small a part of it.
+MUCH, LITTLE = 1.25, 0.5
 #: And such a factor of features of any length, too.
 LONG = 5.0
 
@@ -24,12 +26,17 @@ def build_model(recipe: Recipe, num_classes: int, say: Callable[[str], None] = l
 
     say: is called with what is worth knowing.
     """
-    model = create_model(recipe.model, num_classes, recipe.head, _model_options(recipe))
+    options = _model_options(recipe)
+    with fetching_weights(recipe.model) if options.get("pretrained") else contextlib.nullcontext():
+        model = create_model(recipe.model, num_classes, recipe.head, options, recipe.k_share)
+    if options.get("pretrained"):
+        say(f"begins with the weights that timm has for {recipe.model}; its classifier is new")
     _check_image_size(model, recipe)
     if not recipe.drop_before_head:
         _remove_dropout_before_head(model, recipe.model)
     if recipe.initial_checkpoint:
-        say(f"begins with {recipe.initial_checkpoint}: {start_from(model, Path(recipe.initial_checkpoint))}")
+        loaded = start_from(model, Path(recipe.initial_checkpoint), recipe.model)
+        say(f"begins with {recipe.initial_checkpoint}: {loaded}")
     if recipe.freeze:
         freeze_all_but_head(model)
     for head in heads_of(model):
@@ -47,6 +54,11 @@ def _check_gamma(head: Head, say: Callable[[str], None]) -> None:
         say(f"gamma {head.initial_gamma:g} multiplies features that keep their length, since normalize is false; try 1")
     if rule is not None and head.initial_gamma > MUCH * rule:
         say(f"gamma {head.initial_gamma:g} is much for {head.num_classes} classes: head.gamma=auto would take {rule:g}")
+    if rule is not None and head.initial_gamma < LITTLE * rule:
+        say(
+            f"gamma {head.initial_gamma:g} is little for {head.num_classes} classes, none of which gets a high "
+            f"probability by it: head.gamma=auto would take {rule:g}"
+        )
 
 
 def _check_image_size(model: nn.Module, recipe: Recipe) -> None:
@@ -82,8 +94,10 @@ def training_mode(model: nn.Module, frozen: bool) -> None:
             head.train()
 
 
-def start_from(model: nn.Module, path: Path) -> str:
+def start_from(model: nn.Module, path: Path, name: str = "") -> str:
     """Load weights into all of the model but a classifier of another kind or size, which keeps its fresh ones.
+
+    name: of the model, as timm calls it.
 
     Returns in words what was loaded. Of a classifier with another gamma the weights are: it is trained on with its own.
     """
@@ -98,7 +112,7 @@ def start_from(model: nn.Module, path: Path) -> str:
     if missing:
         raise ValueError(
             f"{path} does not fit the model: {len(missing)} of {len(own)} tensors are missing or of another shape, "
-            f"{missing[0]!r} first"
+            f"{missing[0]!r} first{_other_model(path, name)}"
         )
     # Of a head all or nothing: a bias alone would be worse than a fresh start, and so would subspaces without the
     # statistics that their features were standardised by.
@@ -117,8 +131,19 @@ def _without_options(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in state.items() if key.split(".")[-1] != KEY}
 
 
+def _other_model(path: Path, name: str) -> str:
+    """A phrase to append if a file of weights says that it is of another model."""
+    with contextlib.suppress(ValueError, OSError):
+        about = read_description(weights_file(path))
+        if about.model != name:
+            return f"; it is of {about.model}: give model={about.model}"
+    return ""
+
+
 def _model_options(recipe: Recipe) -> dict[str, Any]:
     options = dict(recipe.model_kwargs)
+    if recipe.pretrained and not recipe.initial_checkpoint:
+        options["pretrained"] = True
     if recipe.drop_path:
         options.setdefault("drop_path_rate", recipe.drop_path)
     return options

@@ -1,6 +1,7 @@
 """Puts a run together from its recipe, or as it was saved."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,11 @@ def opened_run(
 
     While it is open, no other process can write to its folder.
     """
-    given = recipe.initial_checkpoint or recipe.model_kwargs.get("pretrained")
+    given = recipe.initial_checkpoint or recipe.pretrained or recipe.model_kwargs.get("pretrained")
     for setting in ("freeze", "finetune"):
         if getattr(recipe, setting) and not given:
             raise ValueError(
-                f"{setting}=true begins with weights that are there already: give --initial-checkpoint, or "
-                "model_kwargs.pretrained=true"
+                f"{setting}=true begins with weights that are there: give --initial-checkpoint, or pretrained=true"
             )
     folder = RunFolder(output)
     resumed_from = folder.find_state(resume)
@@ -59,7 +59,9 @@ def opened_run(
     # The fastest convolutions, found by trying all once; which they are may differ from run to run.
     torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
     seed_everything(recipe.seed)  # the same first weights in every process
-    trained = build_trained(recipe, data, process, captured)
+    # A run that goes on has its weights already: those it began with may be gone by now, or out of reach.
+    beginning = recipe if resumed_from is None else without_first_weights(recipe)
+    trained = build_trained(beginning, data, process, captured)
     step = build_step(recipe, trained, data, process)
     position = Position(data.train.updates)
     run = Run(recipe, output, process, data, trained, step, position)
@@ -101,10 +103,24 @@ def build_trained(recipe: Recipe, data: Data, process: Process, captured: bool) 
             raise ValueError("sync_bn=true needs GPUs: torch's SyncBatchNorm does not run on a CPU")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = build_optimizer(recipe, model, process.device, captured)
-    average = AveragedModel(model, recipe.model_ema_decay) if recipe.model_ema else None
-    found = [head.initial_gamma for head in heads_of(model) if isinstance(head, GrassmannHead)]
-    head = {**recipe.head, "gamma": found[0]} if recipe.head.get("gamma") == "auto" else recipe.head
+    average = None
+    if recipe.model_ema:
+        # The warm-up of TensorFlow, step/(10 + step): 0.99 after 1,000 updates, 0.9999 after 100,000.
+        warmup = {"use_warmup": recipe.model_ema_warmup, "warmup_gamma": 10.0, "warmup_power": 1.0}
+        average = AveragedModel(model, recipe.model_ema_decay, **warmup)  # type: ignore[arg-type]
+    found = [head for head in heads_of(model) if isinstance(head, GrassmannHead)]
+    head = dict(recipe.head)
+    if head.get("gamma") == "auto":
+        head["gamma"] = found[0].initial_gamma
+    if found and recipe.k_share < 1 and isinstance(head.get("k"), int):
+        head["k"] = found[0].weight.shape[1]
     return Trained(model, optimizer, Schedule(optimizer), average, head)
+
+
+def without_first_weights(recipe: Recipe) -> Recipe:
+    """The same recipe, but for the weights that it begins with."""
+    options = {name: value for name, value in recipe.model_kwargs.items() if name != "pretrained"}
+    return dataclasses.replace(recipe, model_kwargs=options, pretrained=False, initial_checkpoint="")
 
 
 def build_step(recipe: Recipe, trained: Trained, data: Data, process: Process) -> TrainingStep:

@@ -54,8 +54,9 @@ class Reporter:
             f"{self.run.output}"
         )
         updates = position.updates_per_epoch * recipe.epochs
-        if recipe.model_ema and (kept := recipe.model_ema_decay**updates) > 0.05:
-            better = f"try {1 - 20 / updates:.3g}" if updates > 20 else "train for longer, or without it"
+        average = self.run.trained.average
+        if average is not None and not average.use_warmup and (kept := recipe.model_ema_decay**updates) > 0.05:
+            better = "model_ema_warmup=true forgets them"
             self.say(
                 f"the average of the weights will still be {kept:.0%} what training begins with: {updates} updates are "
                 f"few for model_ema_decay={recipe.model_ema_decay:g}; {better}"

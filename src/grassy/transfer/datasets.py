@@ -11,9 +11,8 @@ import numpy as np
 
 from grassy.data.class_folders import is_hidden
 from grassy.data.decode import read_rgb
+from grassy.data.held_out import split as split_set
 from grassy.data.images import (
-    TRAIN_NAMES,
-    VALIDATION_NAMES,
     ArrayImages,
     Images,
     Joined,
@@ -22,6 +21,11 @@ from grassy.data.images import (
     images_from_files,
     open_images,
 )
+from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, folders_in, holds_images
+from grassy.data.run_images import data_dir_of, run_images, run_recipe
+from grassy.runs.recipe import Recipe
+from grassy.runs.records import ENVIRONMENT
+from grassy.runs.weights import read_description, weights_file
 from grassy.spelling import nearest
 from grassy.torchvision_import import import_torchvision
 
@@ -34,6 +38,10 @@ class TransferSet:
     metric: str  # "top1" or "mean_per_class"
     train: Images
     test: Images
+
+
+#: The share of a folder of class folders that is tested on, if nobody has split it.
+HELD_OUT = 0.2
 
 
 class MissingData(ValueError):
@@ -55,6 +63,8 @@ KNOWN: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], str]] = {
 def open_set(name: str, data_dir: Path | None) -> TransferSet:
     """A data set of the paper by its name, or one of your own as NAME=PATH or PATH.
 
+    The folder of a run stands for the images that it was trained and validated on.
+
     Of a known name, `data_dir/NAME` is looked for first, as class folders, tars or .npz files, then torchvision's own
     layout in `data_dir`. Nothing is downloaded. "digits" and names that begin with torch/ or hfds/ go to the readers
     that training has.
@@ -68,6 +78,9 @@ def open_set(name: str, data_dir: Path | None) -> TransferSet:
         if not path.exists():
             known = f"the known data sets are {', '.join(KNOWN)}{nearest(name, KNOWN)}"
             raise MissingData(f"{path} does not exist, and {known}")
+        if (path / ENVIRONMENT).is_file():
+            name, *parts = _of_run(path)
+            return TransferSet(title if equals else name, "top1", *parts)
         return TransferSet(title if equals else path.resolve().name, "top1", *_own(path))
     _, _, _, metric = KNOWN[name]
     if data_dir is None:
@@ -77,12 +90,30 @@ def open_set(name: str, data_dir: Path | None) -> TransferSet:
     return TransferSet(name, metric, *_torchvision(name, data_dir))
 
 
+def of_runs(runs: Sequence[str]) -> list[str]:
+    """The data that runs were trained on, each set once, for `open_set`: the folder of the first run that has it."""
+    found: dict[tuple[str, str], str] = {}
+    for run in runs:
+        folder = Path(run) if Path(run).is_dir() else Path(run).parent
+        if not (folder / ENVIRONMENT).is_file():
+            raise ValueError(f"which data sets? {run} does not say what it was trained on: give --datasets")
+        recipe = run_recipe(read_description(weights_file(Path(run))))
+        found.setdefault((recipe.dataset, str(data_dir_of(weights_file(folder), recipe, None))), str(folder))
+    return list(found.values())
+
+
 def _own(path: Path) -> tuple[Images, Images]:
     """Training and test images of a folder; a validation split beside a test split counts as training."""
     if not path.is_dir():
         raise MissingData(f"{path} is one file, which cannot be training and test set: give a folder with both in it")
     validation_names = [name for name in VALIDATION_NAMES if name != "test"]
     train, validation, test = (_place(path, names) for names in (TRAIN_NAMES, validation_names, ["test"]))
+    if train is None and validation is None and test is None and any(map(holds_images, folders_in(path))):
+        try:
+            images, held_out, _ = split_set(Recipe(val_fraction=HELD_OUT), path)
+        except (ValueError, OSError) as error:
+            raise MissingData(str(error)) from None
+        return images, held_out
     if train is None or (validation is None and test is None):
         absent = "train" if train is None else "test or val"
         found = ", ".join(sorted(entry.name for entry in path.iterdir() if not is_hidden(entry.name))[:5])
@@ -95,6 +126,22 @@ def _own(path: Path) -> tuple[Images, Images]:
         return both, _open(test, images.class_names)
     except (ValueError, OSError) as error:
         raise MissingData(str(error)) from None
+
+
+def _of_run(folder: Path) -> tuple[str, Images, Images]:
+    """The name of the data of a run, and the images that it was trained and validated on."""
+    try:
+        file = weights_file(folder)
+        about = read_description(file)
+        recipe = run_recipe(about)
+        data_dir = data_dir_of(file, recipe, None)
+        train, test = (
+            run_images(file, about, recipe.changed({"val_split": part}), data_dir).images
+            for part in (recipe.train_split, recipe.val_split)
+        )
+    except (ValueError, OSError) as error:
+        raise MissingData(f"the data of {folder}: {error}") from None
+    return recipe.dataset if data_dir is None else data_dir.name, train, test
 
 
 def _place(folder: Path, names: Sequence[str]) -> Path | None:

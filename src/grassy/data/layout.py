@@ -1,0 +1,59 @@
+"""What a folder of images looks like: split into parts, class folders, one class, or one level off."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from grassy.data.class_folders import image_suffixes, is_hidden
+
+TRAIN_NAMES = ("train", "training")
+VALIDATION_NAMES = ("val", "valid", "validation", "eval", "evaluation", "test")
+
+
+def split_place(folder: Path, names: Sequence[str]) -> Path | None:
+    """The folder, tar or .npz file of a split. A folder that holds images itself is a class that is called so."""
+    for name in names:
+        for place in (folder / name, folder / f"{name}.tar", folder / f"{name}.npz"):
+            if place.is_file() or (place.is_dir() and not holds_images(place)):
+                return place
+    return None
+
+
+def holds_images(folder: Path) -> bool:
+    """Whether images lie in the folder itself."""
+    suffixes = image_suffixes()
+    with os.scandir(folder) as entries:
+        return any(
+            os.path.splitext(entry.name)[1].lower() in suffixes and not is_hidden(entry.name) and entry.is_file()
+            for entry in entries
+        )
+
+
+def folders_in(folder: Path) -> list[Path]:
+    """The folders in a folder that are not hidden, sorted by name."""
+    return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not is_hidden(entry.name))
+
+
+def below_the_split(folder: Path) -> Path | None:
+    """The one folder in a folder that has the parts train and val, if this is one level too far up."""
+    found = [each for each in folders_in(folder)[:100] if split_place(each, TRAIN_NAMES)]
+    return found[0] if len(found) == 1 and split_place(found[0], VALIDATION_NAMES) else None
+
+
+def advice(folder: Path) -> str:
+    """A phrase to append to an error about a folder that is no data set: what the user may have meant, or ""."""
+    folder = folder.absolute()
+    parts = (*TRAIN_NAMES, *VALIDATION_NAMES)
+    if (
+        folder.name in parts
+        and split_place(folder.parent, TRAIN_NAMES)
+        and split_place(folder.parent, VALIDATION_NAMES)
+    ):
+        return f"; it is a part of a data set: give --data-dir {folder.parent}"
+    if (below := below_the_split(folder)) is not None:
+        return f"; did you mean --data-dir {below}?"
+    if holds_images(folder):
+        return f"; its images lie in no class folder: if it is a class itself, give --data-dir {folder.parent}"
+    if any(holds_images(each) for each in folders_in(folder)[:100]):
+        return "; to hold out a fifth of each class folder, give --val-fraction 0.2"
+    return ""

@@ -1,0 +1,116 @@
+"""Weights that timm has for a model: from its cache or the network, without waiting for a network that is not there.
+
+huggingface_hub tries five times, for most of a minute, to reach a network that is down. One look tells that sooner.
+"""
+
+import contextlib
+import socket
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from grassy.models import import_timm
+from grassy.runs.schema import INTERPOLATIONS
+from grassy.runs.weights import read_description, weights_file
+
+#: Seconds within which a network answers.
+PATIENCE = 4.0
+WAY_OUT = "give --initial-checkpoint FILE, or --from-scratch to begin with random weights"
+
+
+@contextlib.contextmanager
+def fetching_weights(name: str) -> Iterator[None]:
+    """Within this timm may fetch the weights of a model; a ValueError says if it has none, or where they are not."""
+    config = pretrained_config(name)
+    if config is None:
+        raise ValueError(f"timm has no pretrained weights for {name}: {WAY_OUT}")
+    online = answers(_host(config))
+    try:
+        with contextlib.nullcontext() if online else _offline():
+            yield
+    except Exception as error:
+        if isinstance(error, ValueError) and not _is_about_the_network(error):
+            raise  # what is wrong with the model or its options
+        place = config.get("hf_hub_id") or config.get("url")
+        why = f"{_host(config)[0]} cannot be reached" if not online else " ".join(str(error).split())[:200]
+        raise ValueError(f"no pretrained weights of {name} ({place}) in the cache, and {why}: {WAY_OUT}") from error
+
+
+def pretrained_config(name: str) -> dict[str, Any] | None:
+    """What timm knows of the weights that it has for a model, the preparation of images included; None if none."""
+    timm = import_timm()
+    found = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    config: dict[str, Any] = {} if found is None else found.to_dict()
+    return config if config.get("hf_hub_id") or config.get("url") or config.get("file") else None
+
+
+def preparation_of_weights(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """How images are prepared for the weights that a recipe starts from: of a file of grassy's as it says, else as timm
+    has it for the model. Empty if nobody knows.
+    """
+    if given := settings.get("initial_checkpoint"):
+        with contextlib.suppress(ValueError, OSError):  # weights alone, or nothing: the model says what it is for
+            about = read_description(weights_file(Path(given)))
+            return {name: getattr(about, name) for name in ("img_size", "crop_pct", "interpolation", "mean", "std")}
+    config = pretrained_config(str(settings.get("model", "")))
+    if config is None:
+        return {}
+    found = {name: config[name] for name in ("crop_pct", "mean", "std")} | {"img_size": config["input_size"][-1]}
+    return found | ({"interpolation": config["interpolation"]} if config["interpolation"] in INTERPOLATIONS else {})
+
+
+def answers(place: tuple[str, int]) -> bool:
+    """Whether a place can be connected to within `PATIENCE`, even if the look-up of its name hangs."""
+    answered: list[bool] = []
+
+    def connect() -> None:
+        with contextlib.suppress(OSError), socket.create_connection(place, timeout=PATIENCE):
+            answered.append(True)
+
+    attempt = threading.Thread(target=connect, daemon=True)
+    attempt.start()
+    attempt.join(PATIENCE)
+    return bool(answered)
+
+
+def _host(config: dict[str, Any]) -> tuple[str, int]:
+    """Whom to ask for the weights, or the proxy that asks for us."""
+    url = config.get("url") or ""
+    if config.get("hf_hub_id"):
+        url = _hub().ENDPOINT
+    address = urllib.parse.urlsplit(url)
+    if address.hostname and not urllib.request.proxy_bypass(address.hostname):
+        proxy = urllib.request.getproxies().get(address.scheme)
+        address = urllib.parse.urlsplit(proxy) if proxy else address
+    return address.hostname or "localhost", address.port or (80 if address.scheme == "http" else 443)
+
+
+def _hub() -> Any:
+    import_timm()
+    from huggingface_hub import constants
+
+    return constants
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """huggingface_hub as with HF_HUB_OFFLINE=1: it takes what is in its cache, and tries nothing else."""
+    constants = _hub()
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _is_about_the_network(error: BaseException | None) -> bool:
+    """Whether an error, or what led to it, is one of files and networks."""
+    while error is not None:
+        if isinstance(error, OSError) or type(error).__module__.startswith(("huggingface_hub", "httpx", "requests")):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
