@@ -4,6 +4,7 @@ import dataclasses
 import html
 import json
 import re
+from importlib import resources
 
 import numpy as np
 import pytest
@@ -141,6 +142,26 @@ def test_an_analysis_of_an_earlier_version_is_made_again_if_there_are_images(tin
     (run / "analysis.json").write_text(json.dumps(analysis))
     assert open_run(run, "run", None, None, "cpu").pictures == []
     assert len(open_run(run, "run", data, None, "cpu").pictures) > 10
+
+
+def test_text_stands_out_from_its_background_in_either_theme():
+    """By the contrast ratio of WCAG 2.2, at least 4.5 for text."""
+    style = (resources.files("grassy.report") / "web" / "page.css").read_text()
+    themes = [
+        dict(re.findall(r"--([\w-]+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    ]
+    assert len(themes) == 2
+    for theme in themes:
+        for text in ("ink", "soft", "link", "bad", "accent"):
+            for background in ("page", "card", "pick"):
+                dark, light = sorted(luminance(theme[name]) for name in (text, background))
+                assert (light + 0.05) / (dark + 0.05) >= 4.5, (text, background)
+
+
+def luminance(color):
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def test_a_model_of_ones_own_loop_has_curves_and_settings(tmp_path):

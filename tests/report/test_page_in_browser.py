@@ -141,6 +141,23 @@ def test_what_differs_between_recipes_is_listed_and_the_rest_is_not(page):
     assert "img_size" in page.text("#all-settings")
 
 
+def test_a_setting_that_a_run_does_not_record_does_not_differ(random_run, window, tmp_path):
+    full = {"model": "vit", "head.name": "grassmann", "head.k": "2", "opt": "sgd", "epochs": "9", "lr": "0.1"}
+    saved = {"model": "vit", "head.name": "linear", "opt_kwargs.momentum": "0.9"}
+    runs = [random_run(f"run {n}", 4, k=2, settings=settings) for n, settings in enumerate((full, saved))]
+    window.open(write_page(runs, tmp_path / "report.html"))
+    rows = window.run("return [...document.querySelectorAll('#differences tbody tr')].map((row) => row.innerText)")
+    assert [row.split() for row in rows] == [
+        ["head.name", "grassmann", "linear"],
+        ["head.k", "2", "–"],
+        ["opt_kwargs.momentum", "–", "0.9"],
+    ]
+    assert "No recipe is recorded with \u2068run 1\u2069" in window.text("#settings-note")
+    window.click("#settings summary")
+    assert "lr 0.1 –" in window.text("#all-settings")
+    assert window.errors() == []
+
+
 def test_the_sections_come_in_the_order_of_the_questions(page):
     titles = page.run("return [...document.querySelectorAll('main h2')].map((title) => title.textContent)")
     assert titles == [

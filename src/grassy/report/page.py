@@ -134,7 +134,12 @@ def open_run(run: Path, name: str, data_dir: Path | None, split: str | None, dev
         room = MOST_CHARACTERS - len(json.dumps(analysis))
         pictures = thumbnails(images, analysis["examples"], budget=min(BUDGET, room))
     return PageRun(
-        name, analysis, curves_of(file.parent), pictures, of_paper({"paper": paper_row(about)}), settings_of(about)
+        name,
+        analysis,
+        curves_of(file.parent),
+        pictures,
+        of_paper({"paper": paper_row(about)}),
+        settings_of(about, analysis["width"]),
     )
 
 

@@ -3,18 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
+from grassy.heads import create_head, describe
 from grassy.runs.weights import Description
 
 #: Words about a recipe, which change nothing.
 NOT_SETTINGS = ("description", "paper", "base")
 
 
-def settings_of(about: Description) -> dict[str, str]:
-    """Everything a file of weights says about how its model was made: its recipe, or what `grassy.save` knows."""
+def settings_of(about: Description, width: int) -> dict[str, str]:
+    """Everything a file of weights says about how its model was made: its recipe, or what `grassy.save` knows.
+
+    width: of a feature.
+    """
     recipe = {key: value for key, value in about.recipe.items() if key not in NOT_SETTINGS}
     model = {
         "model": about.model,
-        "head": about.head,
+        "head": _all_options(about.head, width),
         "model_kwargs": about.model_kwargs,
         "num_classes": about.num_classes,
         "img_size": recipe.get("img_size", about.img_size),
@@ -22,6 +26,14 @@ def settings_of(about: Description) -> dict[str, str]:
         "interpolation": about.interpolation,
     }
     return dict(_flat({**model, **recipe, **{key: model[key] for key in ("model", "head", "num_classes")}}))
+
+
+def _all_options(head: dict[str, Any], width: int) -> dict[str, Any]:
+    """The options of a head with the defaults of those that are not given, as far as they can be known."""
+    try:
+        return describe(create_head(in_features=width, num_classes=2, **head))
+    except (TypeError, ValueError):  # such as a k for each of its classes
+        return head
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

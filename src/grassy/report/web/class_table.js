@@ -41,7 +41,7 @@ class ClassTable {
         ? element("th", { scope: "row" }, element("button", { type: "button", className: "link", tabIndex: -1, title: name }, name))
         : element("td", { className: `${column.text ? "text " : ""}of-${column.key}` }, column.cell(column.value(i), i)))));
     this.body = element("tbody");
-    const widths = { name: 15, training: 4, images: 4, accuracy: 5.4, change: 4.6, rank: 4.4, nearest: 13 };
+    const widths = { name: 15, training: 4, images: 4, accuracy: 6, change: 4.6, rank: 4.4, nearest: 13 };
     const total = this.shown.reduce((sum, { key }) => sum + widths[key], 0);
     this.table.replaceChildren(element("colgroup", {}, ...this.shown.map(({ key }) => element("col", { className: `of-${key}`, style: `width: ${(100 * widths[key] / total).toFixed(2)}%` }))), element("thead", {}, element("tr", {}, ...this.heads)), this.body);
     this.arrange();

@@ -19,6 +19,8 @@ function showCurves() {
     }
   }
   byId("curves").replaceChildren(...drawn);
+  byId("curve-runs").replaceChildren(...allRuns.filter((run) => Object.keys(run.curves).length)
+    .map((run) => element("span", {}, ...runLabel(run.index))));
   byId("training").hidden = !drawn.length;
   byId("training-note").textContent = "Look for a validation loss that rises while the training loss falls (overfitting), and for curves that still improve at the end (train longer).";
 }

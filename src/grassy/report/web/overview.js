@@ -55,9 +55,10 @@ function showSpread(run) {
 /** All runs, one row each: on a narrow screen, one block each. */
 function showRuns() {
   const table = byId("run-table");
+  byId("run-note").textContent = "";
   table.hidden = allRuns.length < 2;
   if (table.hidden) return;
-  const columns = [
+  const all = [
     ["Top-1 (%)", (run) => fixed(run.analysis.scalars.top1, 2)],
     ["Top-5 (%)", (run) => fixed(run.analysis.scalars.top5, 2)],
     ["Worst class (%)", (run) => run.measured ? fixed(run.accuracy(run.worst), 1) : "–"],
@@ -67,6 +68,9 @@ function showRuns() {
     ["Measured on", (run) => measuredOn(run)],
   ];
   const numbers = 4;
+  const same = all.slice(numbers).map(([, of]) => new Set(allRuns.map(of)).size === 1 ? of(allRuns[0]) : null);
+  byId("run-note").textContent = same.some(Boolean) ? `All runs: ${same.filter(Boolean).join("; ")}.` : "";
+  const columns = all.filter((_, n) => n < numbers || same[n - numbers] === null);
   table.replaceChildren(
     element("thead", {}, row(element("th", { scope: "col", role: "columnheader" }, "Run"),
       ...columns.map(([title], n) => element("th", { scope: "col", role: "columnheader", className: n < numbers ? "" : "text" }, title)))),
