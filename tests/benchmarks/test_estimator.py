@@ -24,4 +24,4 @@ def test_every_estimator_gets_an_accuracy_and_a_time(tmp_path, monkeypatch):
     assert len(row["estimators"]) == 5
     for facts in row["estimators"].values():
         assert facts["accuracy"] > 0.8
-        assert facts["seconds"] > 0
+        assert facts["fit_cpu_seconds"] > 0

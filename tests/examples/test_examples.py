@@ -1,0 +1,138 @@
+"""Every example runs with the library that it is about, learns something, and leaves the subspaces on the manifold."""
+
+import logging
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LIMIT = 1e-6  # of the orthonormality error, as for grassy's own training
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs an example in an empty folder; its variables."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    logging.disable(logging.WARNING)
+    yield lambda name: runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    logging.disable(logging.NOTSET)
+    sys.modules.pop("texts", None)
+
+
+def trained(found, accuracy):
+    assert found["accuracy"] > accuracy
+    assert found["error"] < LIMIT
+
+
+@pytest.mark.slow
+def test_lightning(run):
+    pytest.importorskip("lightning")
+    trained(run("lightning_digits"), 0.9)
+
+
+@pytest.mark.slow
+def test_accelerate(run):
+    pytest.importorskip("accelerate")
+    trained(run("accelerate_digits"), 0.9)
+
+
+@pytest.mark.slow
+def test_trainer_with_images(run):
+    pytest.importorskip("transformers")
+    trained(run("trainer_images"), 0.6)
+
+
+@pytest.mark.slow
+def test_trainer_with_text(run):
+    pytest.importorskip("transformers")
+    found = run("trainer_text")
+    trained(found, 0.7)
+    assert found["answer"]["label"] in found["MODULES"]
+
+
+@pytest.mark.slow
+def test_peft(run):
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    found = run("peft_lora")
+    trained(found, 0.6)
+    assert found["trained"] < found["total"] / 2
+    assert found["difference"] < 1e-4
+    assert type(found["merged"].classifier).__name__ == "GrassmannHead"
+
+
+@pytest.mark.slow
+def test_pytorch_metric_learning(run):
+    pytest.importorskip("pytorch_metric_learning")
+    trained(run("metric_learning"), 0.9)
+
+
+@pytest.mark.slow
+def test_skorch(run):
+    pytest.importorskip("skorch")
+    found = run("skorch_digits")
+    trained(found, 0.9)
+    assert all(score > 0.85 for score in found["scores"].values())
+
+
+@pytest.mark.slow
+def test_scikit_learn(run):
+    found = run("sklearn_features")
+    assert found["accuracy"] > 0.97
+    assert found["strange"].mean() > found["usual"].mean()
+
+
+@pytest.mark.slow
+def test_wandb(run, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    found = run("wandb_offline")
+    assert {"loss", "smallest angle between classes", "lr/euclidean", "lr/grassmann"} <= set(found["summary"])
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+@pytest.mark.slow
+def test_mlflow(run, tmp_path):
+    pytest.importorskip("mlflow")
+    found = run("mlflow_files")
+    assert found["logged"].metrics["orthonormality_error"] < LIMIT
+    assert found["logged"].params["k"] == "4"
+    assert list(tmp_path.glob("mlruns/**/artifacts/model.safetensors"))
+
+
+@pytest.mark.slow
+def test_openvino(run):
+    pytest.importorskip("openvino")
+    differences = run("openvino_precision")["differences"]
+    assert differences["float32"] < 1e-4
+    assert differences["default"] < 0.5  # bfloat16 where the CPU has it: a known loss, and not a wrong model
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_fsdp2_in_two_processes(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run(
+        [*command, str(EXAMPLES / "fsdp2_digits.py")], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    (accuracy, error) = re.findall(r"accuracy ([\d.]+), bases are orthonormal to (\S+)", run.stdout)[0]
+    trained({"accuracy": float(accuracy), "error": float(error)}, 0.85)
+
+
+def test_every_example_has_a_test_and_a_line_in_the_table():
+    scripts = {path.stem for path in EXAMPLES.glob("*.py")} - {"texts"}  # texts.py is imported by two of them
+    tests = Path(__file__).read_text()
+    table = (EXAMPLES / "README.md").read_text()
+    assert scripts
+    for name in scripts:
+        assert f'"{name}' in tests, name
+        assert f"[{name}.py]({name}.py)" in table, name
