@@ -18,18 +18,25 @@ HARMLESS = {"pretrained", "scriptable", "exportable"}
 
 
 def create_model(
-    name: str, num_classes: int, head: dict[str, Any], options: dict[str, Any], k_share: float = 1.0
+    name: str,
+    num_classes: int,
+    head: dict[str, Any],
+    options: dict[str, Any],
+    k_share: float = 1.0,
+    head_on_meta: bool = False,
 ) -> nn.Module:
     """A timm model with the head that `head` describes: {"name": ..., and its options}.
 
     k_share: the most that k may be of the width of the features, in which a narrow model has a smaller k.
+    head_on_meta: the head has no memory yet, for `grassy.distributed.shard_head` to create it; nor has timm's
+        classifier, whose place it takes, ever had any for all the classes.
     """
     timm = import_timm()
     if not timm.is_model(name):
         raise ValueError(f"timm has no model {name!r}{nearest(name, timm.list_models())}")
     check_options(name, options)
     try:
-        model = timm.create_model(name, num_classes=num_classes, **options)
+        model = timm.create_model(name, num_classes=1 if head_on_meta else num_classes, **options)
     except Exception as error:  # for values that do not fit together constructors raise all sorts of things
         if (key := _unexpected(error)) in options:
             raise _no_option(name, str(key), options) from None
@@ -39,6 +46,8 @@ def create_model(
     if k_share < 1 and isinstance(head_options.get("k"), int):
         most = max(1, int(k_share * min(_widths(model), default=head_options["k"] / k_share)))
         head_options["k"] = min(head_options["k"], most)
+    if head_on_meta:
+        head_options |= {"num_classes": num_classes, "device": "meta"}
     replace_head(model, head.get("name", "linear"), **head_options)
     return model
 

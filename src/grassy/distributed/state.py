@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from grassy.distributed.processes import gathered
+from grassy.heads.state import KEY, decode, difference
 
 MANIFEST = "state.json"
 FORMAT = 1
@@ -185,6 +186,7 @@ def load_state(
     wanted = [("model", model), *([] if average is None else [("average", average)])]
     for prefix, _ in wanted:
         _check_names(saved, prefix, {name for name in tensors if _kind(name) == prefix})
+    _check_options(saved, tensors)
     if optimizer is not None:
         tensors |= _empty_optimizer_state(saved, model, optimizer)
     rows: dict[str, DTensor] = {}
@@ -200,15 +202,28 @@ def load_state(
     return saved.plain
 
 
-def open_state(path: Path) -> Saved:
-    """What a save says of itself, once its files are found to be whole; all ranks call it, and share the work."""
-    save = on_rank_0(lambda: _find(path))  # one answer, whatever is saved meanwhile
-    content = everywhere(lambda: _read_manifest(save))
-    everywhere(lambda: _check_folder(save, content["files"]))
-    names = sorted(content["files"])
-    chunks = gathered(
-        everywhere(lambda: [chunk for name in names[_rank() :: _ranks()] for chunk in _chunks(save / name, content)])
-    )
+def read_plain(path: Path) -> dict[str, Any]:
+    """What a save says that is plain; of its other files nothing is read or checked."""
+    plain: dict[str, Any] = _read_manifest(_find(path))["plain"]
+    return plain
+
+
+def open_state(path: Path, alone: bool = False) -> Saved:
+    """What a save says of itself, once its files are found to be whole. All ranks call it, and share the work.
+
+    alone: this process does it all, whatever others do.
+    """
+    if alone or not dist.is_initialized():
+        save = _find(path)
+        content = _read_manifest(save)
+        _check_folder(save, content["files"])
+        chunks = [chunk for name in sorted(content["files"]) for chunk in _chunks(save / name, content)]
+    else:
+        save = on_rank_0(lambda: _find(path))  # one answer, whatever is saved meanwhile
+        content = everywhere(lambda: _read_manifest(save))
+        everywhere(lambda: _check_folder(save, content["files"]))
+        own = sorted(content["files"])[_rank() :: _ranks()]
+        chunks = gathered(everywhere(lambda: [chunk for name in own for chunk in _chunks(save / name, content)]))
     _check_cover(save, content["tensors"], chunks)
     tensors = {name: (DTYPES[dtype], tuple(shape)) for name, (dtype, *shape) in content["tensors"].items()}
     return Saved(save, content["ranks"], tensors, content["plain"], content["optimizer"])
@@ -359,6 +374,16 @@ def _check_names(saved: Saved, prefix: str, names: set[str]) -> None:
     if wrong := sorted(there ^ names):
         where = "it has" if wrong[0] in there else "it lacks"
         raise ValueError(f"{saved.path} is of another model: {where} {wrong[0]}")
+
+
+def _check_options(saved: Saved, tensors: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError if a head has other options that change its logits: they are tensors of its state."""
+    own = {name: tensor for name, tensor in tensors.items() if name.endswith(f".{KEY}")}
+    found = {name: torch.empty(saved.tensors[name][1], dtype=saved.tensors[name][0]) for name in own}
+    load_tensors(saved, found)
+    for name, tensor in own.items():
+        if what := difference(decode(found[name]), decode(tensor)):
+            raise ValueError(f"{saved.path} is of another head: {what}")
 
 
 def _named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[tuple[str, Tensor]]]:

@@ -12,6 +12,7 @@ from grassy.analysis.spectrum import effective_rank_of_moments
 from grassy.distributed import processes as distributed
 from grassy.heads import GrassmannHead, heads_of
 from grassy.kernels import unit
+from grassy.shards import is_distributed
 
 #: So many features at a time meet the bases of their classes, which are copied for each of them.
 ROWS = 64
@@ -27,7 +28,8 @@ class SubspaceUse:
 
     def __init__(self, model: nn.Module) -> None:
         found = [head for head in heads_of(model) if isinstance(head, GrassmannHead) and head.subspace_names]
-        self.head = found[0] if found else None
+        # Of a weight that is divided over processes, no process could say it for the images that it sees.
+        self.head = found[0] if found and not is_distributed(found[0].weight) else None
         self.features: Tensor | None = None
         self.moments: Tensor | None = None
         if self.head is not None:

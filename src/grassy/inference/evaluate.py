@@ -4,12 +4,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from grassy.data.batch_transforms import Preparation
 from grassy.data.loader import Batch, Failure
 from grassy.distributed import processes as distributed
+from grassy.heads import heads_of
+from grassy.heads.per_class import PerClassHead
 from grassy.inference.effective_rank import SubspaceUse
 from grassy.runs.schema import finite
 
@@ -56,12 +58,9 @@ def evaluate(
                 continue
             images, labels = prepare(batch.images.to(device), batch.labels.to(device))
             with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
-                logits = model(images)
+                losses, best = judged(model, images, labels)
             use.add(labels)
-            logits = logits.float().flatten(1)
             read = labels >= 0
-            losses = F.cross_entropy(logits, labels.clamp_min(0), reduction="none")
-            best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
             counts = (losses * read, best[:, 0] & read, best.any(1) & read, read)
             sums += torch.stack([count.double().sum() for count in counts])
     for module, training in zip(model.modules(), was_training, strict=True):
@@ -77,24 +76,67 @@ def evaluate(
     return Metrics(loss / images_read, top1, top5, int(images_read), rank), failures
 
 
-def in_step(batches: Iterable[Batch], sharded: bool) -> Iterator[Batch]:
-    """The same batches; a process that has no more, or none that could be read, gets a blank image instead.
+def judged(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy (B,) of each image, and whether its label is the first, second ... of the best (B, up to 5).
 
-    So all processes make the same number of forward passes, whatever their share of the images: a model whose weights
-    are sharded needs all of them in each. Without an image anywhere, a batch has images of no size.
+    A label of -1 stands for no image. If the classes of a head are divided over processes, nobody has all logits: the
+    head tells both itself, in the place of its logits.
+    """
+    heads = [head for head in heads_of(model) if isinstance(head, PerClassHead) and head.is_sharded]
+    known = labels.clamp_min(0)
+    if not heads:
+        logits = model(images).float().flatten(1)
+        best = logits.topk(min(5, logits.shape[1])).indices
+        return F.cross_entropy(logits, known, reduction="none"), best == labels[:, None]
+    if len(heads) > 1:
+        raise ValueError(
+            f"{type(model).__name__} has {len(heads)} heads that are divided over processes: one is allowed"
+        )
+    head = heads[0]
+
+    def answer(features: Tensor, target: Tensor | None = None) -> Tensor:
+        losses = head.sharded_loss(head.prepare(features), known, reduction="none")
+        _, classes = head.top(features, min(5, head.num_classes))
+        return torch.cat([losses.double().unsqueeze(1), classes.double()], 1)
+
+    head.forward = answer  # type: ignore[method-assign]
+    try:
+        answers = model(images)
+    finally:
+        del head.forward
+    return answers[:, 0], answers[:, 1:].long() == labels[:, None]
+
+
+def in_step(batches: Iterable[Batch], sharded: bool) -> Iterator[Batch]:
+    """The same batches; a process that has no more, or none that could be read, gets blank images instead.
+
+    So all processes make the same number of forward passes with the same number of images, whatever their share: a
+    model whose weights are divided needs all of them in each. Without an image anywhere, a batch has none either.
 
     sharded: each process of the run has its own batches.
     """
     own = iter(batches)
     while True:
         batch = next(own, None)
-        read = batch is not None and batch.blank < len(batch.labels)
-        size = list(batch.images.shape[-2:]) if batch is not None and read else [0, 0]
-        asked = torch.tensor([batch is not None, *size])
-        more, *size = (distributed.largest(asked) if sharded else asked).tolist()
+        shape = [0, 0, 0]
+        if batch is not None and batch.blank < len(batch.labels):
+            shape = [len(batch.labels), *batch.images.shape[-2:]]
+        asked = torch.tensor([batch is not None, *shape])
+        more, size, height, width = (distributed.largest(asked) if sharded else asked).tolist()
         if not more:
             return
-        if batch is None or not read:
-            blank = torch.zeros(1, 3, *size, dtype=torch.uint8)
-            batch = Batch(blank, torch.tensor([-1]), failures=batch.failures if batch is not None else [], blank=1)
+        if batch is None or not shape[0]:
+            batch = Batch(
+                torch.zeros(0, 3, height, width, dtype=torch.uint8),
+                torch.zeros(0, dtype=torch.int64),
+                failures=[] if batch is None else batch.failures,
+            )
+        if missing := size - len(batch.labels):
+            images, labels = batch.images, batch.labels
+            blank = images.new_zeros(missing, 3, height, width)
+            batch.images, batch.labels = (
+                torch.cat([images, blank]),
+                torch.cat([labels, labels.new_full((missing,), -1)]),
+            )
+            batch.blank += missing
         yield batch

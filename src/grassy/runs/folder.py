@@ -3,16 +3,17 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from grassy.distributed.state import MANIFEST, PART, newest
 from grassy.runs.atomic import remove_torn_files, write_atomically
 from grassy.runs.recipe import Recipe
-from grassy.runs.state import STATE, save_state
-from grassy.runs.weights import BEST, LAST, Description, save_weights
+from grassy.runs.state import STATE, save_state, state_in
+from grassy.runs.weights import BEST, BEST_SAVES, LAST, Description, save_weights
 
 #: Is there until a run has saved its first state: weights without one are then those of a run that was killed.
 FIRST = ".first-checkpoint"
@@ -28,6 +29,8 @@ FREE = (
     "val_interval",
     "checkpoint_interval",
     "nonfinite",
+    "shard_head",
+    "fsdp",
 )
 
 
@@ -61,23 +64,24 @@ class RunFolder:
             self._lock = None
 
     def find_state(self, resume: str) -> Path | None:
-        """The file to resume from. A folder that holds another run is not written over."""
-        own = self.path / STATE
-        taken = any((self.path / name).exists() for name in (STATE, LAST, BEST))
-        killed = (self.path / FIRST).exists() and not own.exists()
+        """The file, or the folder of a save, to resume from. A folder that holds another run is not written over."""
+        own = state_in(self.path)
+        taken = own is not None or any((self.path / name).exists() for name in (LAST, BEST, BEST_SAVES))
+        killed = (self.path / FIRST).exists() and own is None
         if resume == "auto":
-            if taken and not own.exists() and not killed:
+            if taken and own is None and not killed:
                 raise ValueError(
                     f"{self.path} holds weights, but no {STATE} to go on from: move them away, or give another --output"
                 )
-            return own if own.exists() else None
+            return own
         source = Path(resume)
         if resume and source.suffix == ".safetensors":
             raise ValueError(f"{source} holds weights alone: to resume, give the run's folder or its {STATE}")
-        source = source / STATE if source.is_dir() else source
-        if resume and not source.is_file():
+        if source.is_dir() and not (source / MANIFEST).is_file():
+            source = state_in(source) or source / STATE
+        if resume and not source.exists():
             raise ValueError(f"there is nothing to resume from at {source}")
-        if taken and not (resume and (killed or source.resolve() == own.resolve())):
+        if taken and not (resume and (killed or (own is not None and source.resolve() == own.resolve()))):
             raise ValueError(
                 f"{self.path} holds a run already: --resume auto goes on with it, or give another --output"
             )
@@ -85,11 +89,28 @@ class RunFolder:
 
     def adopt_best(self, state: Path) -> None:
         """Take over the best weights of the run that is resumed from, if it lies elsewhere."""
+        if state.is_dir():
+            best = newest(state.parent.parent / BEST_SAVES)
+            if best is not None and newest(self.path / BEST_SAVES) is None:
+                (self.path / FIRST).touch()
+                part = self.path / BEST_SAVES / f"{best.name}{PART}"
+                shutil.copytree(best, part, dirs_exist_ok=True)
+                part.rename(part.with_name(best.name))
+            return
         best = state.parent / BEST
         if best.is_file() and not (self.path / BEST).exists():
             (self.path / FIRST).touch()
             with best.open("rb") as source:
                 write_atomically(self.path / BEST, lambda file: shutil.copyfileobj(source, file))
+
+    @contextlib.contextmanager
+    def first_save(self) -> Iterator[None]:
+        """Around what is written before there is a state: till then, weights are those of a run that was killed."""
+        if state_in(self.path) is None:
+            (self.path / FIRST).touch()
+        yield
+        if state_in(self.path) is not None:
+            (self.path / FIRST).unlink(missing_ok=True)
 
     def save(
         self,
@@ -98,13 +119,11 @@ class RunFolder:
         state: Mapping[str, Any],
     ) -> None:
         """Write the best and the last weights, then the state: it must never claim what is not on the disk."""
-        if not (self.path / STATE).exists():
-            (self.path / FIRST).touch()
-        if best is not None:
-            save_weights(*best, self.path / BEST)
-        save_weights(*last, self.path / LAST)
-        save_state(state, self.path / STATE)
-        (self.path / FIRST).unlink(missing_ok=True)
+        with self.first_save():
+            if best is not None:
+                save_weights(*best, self.path / BEST)
+            save_weights(*last, self.path / LAST)
+            save_state(state, self.path / STATE)
 
 
 def check_same_run(

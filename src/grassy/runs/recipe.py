@@ -31,7 +31,17 @@ MOST_BASES = 20
 #: What a run of a paper's row may have of its own: how and where it runs, and by what name its data is opened.
 NOT_OF_A_ROW = {
     *("description", "paper", "seed", "num_classes", "dataset", "train_split", "val_split", "grad_accum_steps", "amp"),
-    *("channels_last", "torchcompile", "sync_bn", "loader", "workers", "val_batch_size", "val_interval"),
+    *(
+        "channels_last",
+        "torchcompile",
+        "sync_bn",
+        "shard_head",
+        "fsdp",
+        "loader",
+        "workers",
+        "val_batch_size",
+        "val_interval",
+    ),
     *("checkpoint_interval", "nonfinite", "model_ema_warmup"),
 }
 
@@ -124,6 +134,10 @@ class Recipe:
     channels_last: bool = True
     torchcompile: str = "auto"  # on for GPUs
     sync_bn: bool = False
+    shard_head: str = (
+        "auto"  # divide the classes over the processes; auto: if the weight is over 256 MB, "true", "false"
+    )
+    fsdp: bool = False  # divide the rest of the model over the processes, by FSDP2
     loader: str = "auto"  # resident: all images in the memory of the device, if they are small and few
     workers: int = 4
     val_batch_size: int | None = None
@@ -134,6 +148,8 @@ class Recipe:
     def __post_init__(self, direction: str) -> None:
         if direction != "gradient":
             raise ValueError(f"direction must be 'gradient', since spectral steps were removed, got {direction!r}")
+        if isinstance(self.shard_head, bool):  # as YAML reads it
+            object.__setattr__(self, "shard_head", str(self.shard_head).lower())
         for f in dataclasses.fields(self):
             object.__setattr__(self, f.name, _typed(f.name, getattr(self, f.name), HINTS[f.name]))
         check_values(self)

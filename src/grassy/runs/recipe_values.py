@@ -17,6 +17,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "amp": ("auto", "off", "bfloat16", "float16"),
     "loader": ("auto", "workers", "resident"),
     "torchcompile": ("auto", "on", "off"),
+    "shard_head": ("auto", "true", "false"),
     "nonfinite": ("stop", "skip"),
     "retraction": ("geodesic", "qf"),
     "transport": ("projection", "parallel"),
@@ -102,6 +103,10 @@ def check_values(recipe: "Recipe") -> None:
             f"warmup_epochs {recipe.warmup_epochs:g} must be fewer than epochs {recipe.epochs}; warmup_epochs=0 does "
             "without"
         )
+    if recipe.shard_head == "true" and recipe.mixes:
+        raise ValueError("shard_head=true goes with labels only: mixup and cutmix must be 0")
+    if recipe.fsdp and recipe.model_ema:
+        raise ValueError("fsdp=true cannot be averaged: model_ema must be false")
     if recipe.sched != "step" and recipe.decay_milestones:
         raise ValueError(f"decay_milestones are for sched step, not {recipe.sched}")
     if recipe.smoothing and recipe.loss.startswith("bce") and not recipe.mixes:

@@ -9,9 +9,12 @@ from typing import IO, Any
 
 import torch
 
+from grassy.distributed.state import newest
 from grassy.runs.atomic import write_atomically
 
 STATE = "resume.pt"
+#: A folder in its place, if weights are divided over processes: the saves of `grassy.distributed.state`.
+SAVES = "resume"
 #: Begins the last bytes of a state; its SHA-256 follows, in hexadecimal digits. torch.load does not look at them.
 SEAL = b"grassy-sha256:"
 
@@ -84,3 +87,8 @@ def read_torch(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise ValueError(f"{path} does not hold a dict")
     return state
+
+
+def state_in(folder: Path) -> Path | None:
+    """What a run in a folder would resume from: its `resume.pt`, the last of its saves, or nothing."""
+    return folder / STATE if (folder / STATE).exists() else newest(folder / SAVES)

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import json
+import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +14,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from grassy.distributed.state import MANIFEST, newest, open_state, read_plain, read_tensors
 from grassy.heads import GrassmannHead
 from grassy.runs import hub
 from grassy.runs.atomic import write_atomically
 from grassy.runs.schema import check_description, parse_json
-from grassy.runs.state import STATE, read_torch
+from grassy.runs.state import SAVES, STATE, read_torch
 
 BEST, LAST = "model_best.safetensors", "last.safetensors"
+#: A folder in the place of the best weights, if they are divided over processes. The last ones are in the state's.
+BEST_SAVES = "model_best"
 
 
 @dataclass(frozen=True)
@@ -79,10 +84,13 @@ def _plain(value: Any) -> Any:
 
 def read_description(path: Path) -> Description:
     """The description in a file of weights; a ValueError if it has none."""
-    with _opened(path) as file:
-        text = (file.metadata() or {}).get("grassy")
+    if path.is_dir():
+        text = read_plain(path).get("description")
+    else:
+        with _opened(path) as file:
+            text = (file.metadata() or {}).get("grassy")
     config = hub.read_config(path.parent) if text is None and path.name == hub.WEIGHTS else None
-    if text is None and config is None:
+    if not isinstance(text, str) and config is None:
         raise ValueError(f"{path} says nothing about its model: it was not written by grassy train or grassy.save")
     try:
         fields = parse_json(text) if text is not None else hub.timm_description(config or {})
@@ -92,9 +100,14 @@ def read_description(path: Path) -> Description:
 
 
 def weights_file(path: Path) -> Path:
-    """The file itself, the best (else the last) weights in the folder of a run, or those of a folder of the hub."""
+    """The file itself, the best (else the last) weights in the folder of a run, or those of a folder of the hub.
+
+    Of weights that are divided over processes it is the folder of a save.
+    """
     path = hub.local_folder(path)
     if path.is_dir():
+        if (path / MANIFEST).is_file():
+            return path
         for name in (BEST, LAST):
             if (path / name).is_file():
                 return path / name
@@ -102,6 +115,9 @@ def weights_file(path: Path) -> Path:
             if hub.is_of_transformers(config):
                 raise ValueError(f"{path} holds a model of transformers: use grassy.load, the commands take timm's")
             return path / hub.WEIGHTS
+        for folder in (path / BEST_SAVES, path / SAVES, path):
+            if (save := newest(folder)) is not None:
+                return save
         raise ValueError(f"{path} holds no {BEST} or {LAST}: is it the output folder of grassy train?")
     if not path.is_file():
         raise ValueError(f"there is no checkpoint {path}")
@@ -113,6 +129,8 @@ def weights_file(path: Path) -> Path:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Tensors by name, from safetensors or from a file of torch.save that holds nothing but tensors."""
     path = weights_file(path)
+    if path.is_dir():
+        return _read_whole(path)
     if path.suffix == ".safetensors":
         with _opened(path):
             return load_file(path)
@@ -122,6 +140,24 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             weights = weights[key]
             break
     return {name.removeprefix("module."): value for name, value in weights.items() if isinstance(value, Tensor)}
+
+
+def _read_whole(save: Path) -> dict[str, Tensor]:
+    """The weights of a save: the average, if it has one, as the model that was validated."""
+    saved = open_state(save, alone=True)
+    kind = "average" if any(name.startswith("average.") for name in saved.tensors) else "model"
+    sizes = [
+        dtype.itemsize * math.prod(shape) for name, (dtype, shape) in saved.tensors.items() if name.startswith(kind)
+    ]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+    if sum(sizes) > memory / 2:
+        raise ValueError(
+            f"{save} holds {sum(sizes) / 2**30:.0f} GiB of weights, and this machine has {memory / 2**30:.0f} GiB of "
+            "memory: use several processes, as in torchrun --nproc-per-node 8 -m grassy validate"
+        )
+    weights = read_tensors(saved, kind)
+    weights.pop("n_averaged", None)
+    return weights
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """The checkpoints of a run: what is in them, when they are written, and how a run goes on from one."""
 
+import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,12 @@ from torch import Tensor
 from grassy._version import __version__
 from grassy.data.stream_loader import StreamLoader
 from grassy.distributed import processes as distributed
+from grassy.distributed.state import load_state, newest, read_plain, save_state
 from grassy.inference.evaluate import Metrics
 from grassy.runs.folder import RunFolder, check_same_run
-from grassy.runs.state import read_torch
-from grassy.runs.weights import Description
+from grassy.runs.state import SAVES, read_torch
+from grassy.runs.weights import BEST_SAVES, Description, description_text
+from grassy.train.dividing import is_divided
 from grassy.train.run import Run
 from grassy.train.trouble import stop_if_not_finite
 
@@ -36,9 +39,18 @@ class Checkpoints:
         """Whether the recipe's interval between two checkpoints is over, by the clock of the main process."""
         return self.run.process.is_main and time.monotonic() - self.saved_at >= self.run.recipe.checkpoint_interval
 
+    @property
+    def divided(self) -> bool:
+        """Whether all processes save, each its part of the weights. A run that has begun so goes on so."""
+        return is_divided(self.run.trained.model) or newest(self.folder.path / SAVES) is not None
+
     def save(self) -> None:
         """Write the last weights, and the best if they are new, and what a run goes on from."""
         stop_if_not_finite(self.run)  # a checkpoint is always a good one
+        if self.divided:
+            self._save_divided()
+            self.saved_at = time.monotonic()
+            return
         ranks = distributed.gathered([self._own_state()])
         with distributed.averaged_buffers(*self.run.trained.copies):
             if self.run.process.is_main:
@@ -53,7 +65,11 @@ class Checkpoints:
         position = self.run.position
         if (metrics.top1, -metrics.loss) > (position.best, -position.best_loss):
             position.best, position.best_loss = metrics.top1, metrics.loss
-            if self.run.process.is_main:
+            if self.divided:
+                with self._first_save():
+                    place, plain = self.folder.path / BEST_SAVES, {"description": description_text(self.description())}
+                    save_state(place, self.run.trained.evaluated, plain=plain)
+            elif self.run.process.is_main:
                 weights = self.run.trained.evaluated.state_dict()
                 self.best = {name: tensor.cpu().clone() for name, tensor in weights.items()}, self.description()
 
@@ -65,10 +81,38 @@ class Checkpoints:
             "buffers": [{name: buffer.cpu() for name, buffer in each.items()} for each in buffers],
         }
 
-    def state_dict(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        """What a run goes on from; `ranks` has the own state of every process."""
+    def _save_divided(self) -> None:
+        """The same, by all processes; what only one of them knows is a row of its own."""
+        trained, own = self.run.trained, self._own_tensors()
+        own = {name: tensor.clone() for name, tensor in own.items()}
+        losses = distributed.summed(self.run.step.losses.clone()) / self.run.process.world_size
+        with distributed.averaged_buffers(*trained.copies), self._first_save():
+            plain = {
+                **self._plain_state(),
+                "losses": losses.tolist(),
+                "world_size": self.run.process.world_size,
+                "description": description_text(self.description()),
+            }
+            average = trained.average
+            save_state(self.folder.path / SAVES, trained.model, trained.optimizer, plain, average=average, own=own)
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """What differs between the processes, by name: see `_own_state`."""
+        models = {f"{number}": model for number, model in enumerate(self.run.trained.copies)}
+        buffers = {
+            f"{number}.{name}": buffer
+            for number, model in models.items()
+            for name, buffer in distributed.floating_buffers(model).items()
+        }
+        return {"losses": self.run.step.losses, **buffers}
+
+    def _first_save(self) -> contextlib.AbstractContextManager[None]:
+        return self.folder.first_save() if self.run.process.is_main else contextlib.nullcontext()
+
+    def _plain_state(self) -> dict[str, Any]:
+        """What a run goes on from, as far as JSON can hold it."""
         run, trained = self.run, self.run.trained
-        state = {
+        return {
             "grassy": __version__,
             "recipe": run.recipe.to_dict(),
             "head": trained.head,  # with a number for "auto", which another version may take for another
@@ -76,17 +120,29 @@ class Checkpoints:
             "images": self._images(),
             "class_names": None if run.data.class_names is None else list(run.data.class_names),
             "progress": run.position.to_dict(),
+            "scaler": run.step.scaler.state_dict(),
+        }
+
+    def state_dict(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        """What a run goes on from; `ranks` has the own state of every process."""
+        trained = self.run.trained
+        state = {
+            **self._plain_state(),
             "model": trained.model.state_dict(),
             "average": None if trained.average is None else trained.average.state_dict(),
             "optimizer": trained.optimizer.state_dict(),
-            "scaler": run.step.scaler.state_dict(),
             "losses": torch.stack([own["losses"] for own in ranks]).mean(0),
         }
         return state if len(ranks) == 1 else {**state, "ranks": ranks}
 
     def restore(self, path: Path) -> None:
         """Go on from a saved state; a ValueError if it belongs to another run."""
-        run, trained, saved = self.run, self.run.trained, read_torch(path)
+        run, trained, divided = self.run, self.run.trained, path.is_dir()
+        if is_divided(trained.model) and not divided:
+            raise ValueError(
+                f"{path} is of a run in which every process had all weights: go on with shard_head=false fsdp=false"
+            )
+        saved = read_plain(path) if divided else read_torch(path)
         updates = run.position.updates_per_epoch
         check_same_run(saved, run.recipe, updates, self._images(), run.data.class_names, path)
         if (before := saved.get("head", trained.head)) != trained.head:
@@ -97,6 +153,9 @@ class Checkpoints:
         if trained.average is not None and "model_ema_warmup" not in saved.get("recipe", {}):
             trained.average.use_warmup = False  # begun by a version that had none
         try:
+            if divided:
+                self._restore_divided(path)
+                return
             trained.model.load_state_dict(saved["model"])
             trained.optimizer.load_state_dict(saved["optimizer"])
             if trained.average is not None:
@@ -114,6 +173,16 @@ class Checkpoints:
             raise ValueError(f"{path} does not belong to this recipe: {' '.join(str(error).split())[:200]}") from None
         run.step.number.fill_(run.position.done)
         self.restored_from = path.parent
+
+    def _restore_divided(self, path: Path) -> None:
+        run, trained, own = self.run, self.run.trained, self._own_tensors()
+        saved = load_state(path, trained.model, trained.optimizer, average=trained.average, own=own)
+        if saved["world_size"] != run.process.world_size:
+            run.step.losses.copy_(torch.tensor(saved["losses"]))
+        run.step.scaler.load_state_dict(saved["scaler"])
+        run.position.restore(saved["progress"])
+        run.step.number.fill_(run.position.done)
+        self.restored_from = path.parent.parent
 
     def description(self) -> Description:
         """What is written beside weights, with the metrics of the last row."""

@@ -14,23 +14,28 @@ from grassy.loss import classification_loss
 from grassy.optim import make_optimizer
 from grassy.optim.joint import JointOptimizer
 from grassy.precision import exact_products
+from grassy.shards import local
 from grassy.subspaces import named_subspaces
 
 
 @torch.no_grad()
 def after_an_update(model: nn.Module, optimizer: JointOptimizer) -> dict[str, float]:
-    """Scalars about the weights and the last update; `turn` is the largest angle, in degrees, of a class."""
+    """Scalars about the weights and the last update; `turn` is the largest angle, in degrees, of a class.
+
+    Of what is divided over processes they tell the part of this one: only one process asks.
+    """
     subspaces = {name: weight for name, weight in named_subspaces(model) if weight.requires_grad}
     scalars = {}
     if subspaces:
-        errors = [float(geometry.orthonormality_error(weight)) for weight in subspaces.values()]
-        scalars["subspaces/orthonormality_error"] = max(errors)
+        weights = [w for w in (local(weight.detach()) for weight in subspaces.values()) if len(w)]
+        errors = [float(geometry.orthonormality_error(weight)) for weight in weights]
+        scalars["subspaces/orthonormality_error"] = max(errors, default=0.0)
         scalars["subspaces/turn"] = largest_turn(optimizer)
         scalars["subspaces/skipped_classes"] = float(optimizer.skipped_classes)
         scalars["subspaces/capped_classes"] = float(optimizer.capped_classes)
-        gradients = [geometry.project(w, w.grad) for w in subspaces.values() if w.grad is not None]
-        scalars["gradient/subspaces"] = _norm(gradients)
-    others = [p.grad for name, p in model.named_parameters() if name not in subspaces and p.grad is not None]
+        pairs = [(local(w.detach()), local(w.grad)) for w in subspaces.values() if w.grad is not None]
+        scalars["gradient/subspaces"] = _norm([geometry.project(w, grad) for w, grad in pairs])
+    others = [local(p.grad) for name, p in model.named_parameters() if name not in subspaces and p.grad is not None]
     scalars["gradient/others"] = _norm(others)
     return scalars
 
@@ -56,9 +61,10 @@ def largest_turn(optimizer: JointOptimizer) -> float:
     for group in optimizer.riemannian.param_groups if optimizer.riemannian else ():
         for p in group["params"]:
             tangent = optimizer.state.get(p, {}).get("momentum_buffer")
+            tangent = None if tangent is None else local(tangent)
             if tangent is None and p.grad is not None:
-                tangent = geometry.project(p, p.grad)
-            if tangent is not None:
+                tangent = geometry.project(local(p), local(p.grad))
+            if tangent is not None and len(tangent):
                 tangent = tangent.to(p.dtype)
                 with exact_products(tangent):
                     energies = tangent @ tangent.mT

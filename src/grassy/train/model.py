@@ -21,16 +21,24 @@ MUCH, LITTLE = 1.25, 0.5
 LONG = 5.0
 
 
-def build_model(recipe: Recipe, num_classes: int, say: Callable[[str], None] = lambda _: None) -> nn.Module:
+def build_model(
+    recipe: Recipe,
+    num_classes: int,
+    say: Callable[[str], None] = lambda _: None,
+    divide: Callable[[nn.Module], object] | None = None,
+) -> nn.Module:
     """The model of a recipe with fresh weights, or those of its `initial_checkpoint`.
 
     say: is called with what is worth knowing.
+    divide: creates the head of a model, in which it is on the meta device, each process its classes.
     """
-    options = _model_options(recipe)
+    options, on_meta = _model_options(recipe), divide is not None
     with fetching_weights(recipe.model) if options.get("pretrained") else contextlib.nullcontext():
-        model = create_model(recipe.model, num_classes, recipe.head, options, recipe.k_share)
+        model = create_model(recipe.model, num_classes, recipe.head, options, recipe.k_share, on_meta)
     if options.get("pretrained"):
         say(f"begins with the weights that timm has for {recipe.model}; its classifier is new")
+    if divide is not None:
+        divide(model)
     _check_image_size(model, recipe)
     if not recipe.drop_before_head:
         _remove_dropout_before_head(model, recipe.model)
@@ -39,7 +47,7 @@ def build_model(recipe: Recipe, num_classes: int, say: Callable[[str], None] = l
         say(f"begins with {recipe.initial_checkpoint}: {loaded}")
     if recipe.freeze:
         freeze_all_but_head(model)
-    for head in heads_of(model):
+    for head in heads_of(model) if divide is None else ():
         _check_gamma(head, say)
     return model
 

@@ -21,6 +21,7 @@ from grassy.runs import records
 from grassy.runs.folder import RunFolder
 from grassy.runs.recipe import Recipe
 from grassy.train.checkpoints import Checkpoints
+from grassy.train.dividing import Division, division_of
 from grassy.train.model import build_model
 from grassy.train.objective import FUSED, build_criterion, build_optimizer, compiles
 from grassy.train.progress import Progress
@@ -61,8 +62,9 @@ def opened_run(
     seed_everything(recipe.seed)  # the same first weights in every process
     # A run that goes on has its weights already: those it began with may be gone by now, or out of reach.
     beginning = recipe if resumed_from is None else without_first_weights(recipe)
-    trained = build_trained(beginning, data, process, captured)
-    step = build_step(recipe, trained, data, process)
+    division = division_of(recipe, data.num_classes, process)
+    trained = build_trained(beginning, data, process, captured, division)
+    step = build_step(recipe, trained, data, process, division)
     position = Position(data.train.updates)
     run = Run(recipe, output, process, data, trained, step, position)
     checkpoints = Checkpoints(run, folder)
@@ -93,15 +95,18 @@ def opened_run(
         yield run, steps, checkpoints, Reporter(run, progress, curves)
 
 
-def build_trained(recipe: Recipe, data: Data, process: Process, captured: bool) -> Trained:
+def build_trained(recipe: Recipe, data: Data, process: Process, captured: bool, division: Division) -> Trained:
     """The model of a recipe with its first weights, and what trains it."""
-    memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
-    model = build_model(recipe, data.num_classes, data.notes.append)
+    # FSDP2 takes weights that are contiguous only.
+    channels_last = recipe.channels_last and not division.backbone
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    model = build_model(recipe, data.num_classes, data.notes.append, division.of_head)
     model = model.to(process.device, memory_format=memory_format)  # type: ignore[call-overload]
     if recipe.sync_bn and process.world_size > 1:
         if process.device.type != "cuda":
             raise ValueError("sync_bn=true needs GPUs: torch's SyncBatchNorm does not run on a CPU")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    division.divide_backbone(model)
     optimizer = build_optimizer(recipe, model, process.device, captured)
     average = None
     if recipe.model_ema:
@@ -123,14 +128,11 @@ def without_first_weights(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, model_kwargs=options, pretrained=False, initial_checkpoint="")
 
 
-def build_step(recipe: Recipe, trained: Trained, data: Data, process: Process) -> TrainingStep:
+def build_step(recipe: Recipe, trained: Trained, data: Data, process: Process, division: Division) -> TrainingStep:
     """What makes one update of the weights."""
     device = process.device
     model: Any = torch.compile(trained.model) if compiles(recipe, device) else trained.model
-    if process.world_size > 1:
-        ids = [device.index] if device.type == "cuda" else None
-        # Each process keeps the batch statistics of its own images; validation and checkpoints take their mean.
-        model = nn.parallel.DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
+    model = division.wrapped(model)
     erase, mix = build_erasing(recipe, device), build_mixing(recipe, data.num_classes)
     return TrainingStep(
         model,

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from grassy.data.loader import Failure
+from grassy.distributed import is_sharded
 from grassy.distributed import processes as distributed
 from grassy.inference.evaluate import Metrics
 from grassy.optim.joint import GRASSMANN, MANIFOLD
 from grassy.runs import records
 from grassy.train import diagnostics
+from grassy.train.dividing import is_divided
 from grassy.train.input_wait import InputWait, advice
 from grassy.train.progress import Progress
 from grassy.train.run import Run
@@ -103,7 +105,12 @@ class Reporter:
         self.failures = []
 
     def _counts(self) -> tuple[int, int]:
-        return self.run.trained.optimizer.capped_classes, self.run.trained.optimizer.skipped_classes
+        """Classes that were capped and skipped, so far. All processes must call it: each may have its own classes."""
+        counts = self.run.trained.optimizer.capped_classes, self.run.trained.optimizer.skipped_classes
+        if not is_sharded(self.run.trained.model):
+            return counts
+        capped, skipped = zip(*distributed.gathered([counts]), strict=True)
+        return sum(capped), sum(skipped)
 
     def _row(self, metrics: Metrics | None) -> dict[str, Any]:
         rates = {group[MANIFOLD]: float(group["lr"]) for group in self.run.trained.optimizer.param_groups}
@@ -124,7 +131,9 @@ class Reporter:
         model, optimizer, recipe = self.run.trained.model, self.run.trained.optimizer, self.run.recipe
         scalars = {name: row[name] for name in row if name != "epoch" and row[name] is not None}
         scalars |= diagnostics.after_an_update(model, optimizer)
-        if len(self.run.position.rows) == min(2, recipe.epochs):  # the first epoch may have spent its time compiling
+        if len(self.run.position.rows) == min(2, recipe.epochs) and not is_divided(
+            model
+        ):  # the first epoch may have spent its time compiling
             size = self.run.data.batch_size // self.run.process.world_size
             with contextlib.suppress(torch.OutOfMemoryError):  # of a head that fits only once
                 seconds = diagnostics.head_seconds(model, size, self.run.step.amp_dtype)

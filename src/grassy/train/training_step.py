@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from grassy.data.batch_transforms import Preparation
 from grassy.data.device_loader import ResidentLoader
 from grassy.data.loader import Batch, Failure, seed_of
+from grassy.distributed import GradScaler
 from grassy.distributed import processes as distributed
 from grassy.loss import classification_loss
 from grassy.optim import clip_grad_norm_
+from grassy.shards import is_distributed, local
 
 #: Steps that run outside the graph first: kernels are compiled and buffers created in them.
 EAGER_STEPS = 3
@@ -43,7 +45,8 @@ class TrainingStep:
     ) -> None:
         self.model, self.optimizer, self.criterion, self.prepare = model, optimizer, criterion, prepare
         self.device, self.amp_dtype, self.clip_grad, self.skip_nonfinite = device, amp_dtype, clip_grad, skip_nonfinite
-        self.scaler = torch.amp.GradScaler(device.type, enabled=amp_dtype is torch.float16)
+        kind = GradScaler if any(map(is_distributed, model.parameters())) else torch.amp.GradScaler
+        self.scaler = kind(device.type, enabled=amp_dtype is torch.float16)
         self.losses = torch.zeros(2, device=device)  # their sum and their number, since the epoch began
         self.number = torch.zeros((), dtype=torch.int64, device=device)
         self.first_bad = torch.full((), -1, dtype=torch.int64, device=device)
@@ -84,7 +87,7 @@ class TrainingStep:
         """Whether loss or gradient are not finite in some process. Scaled gradients are the scaler's own affair."""
         bad = ~loss.isfinite()
         if not self.scaler.is_enabled():
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
             bad = bad | ~torch.nn.utils.get_total_norm(gradients).isfinite()
         return bool(distributed.anywhere(bool(bad), self.device))
 

@@ -12,7 +12,7 @@ from grassy.distributed import processes as distributed
 from grassy.distributed.processes import Process
 from grassy.runs.atomic import write_atomically
 from grassy.runs.recipe import Recipe
-from grassy.runs.state import STATE
+from grassy.runs.state import state_in
 from grassy.train.run import Run
 
 #: So many updates skipped in a row are too many.
@@ -78,5 +78,5 @@ def stop_if_not_finite(run: Run) -> None:
 
 
 def last_good(output: Path) -> str:
-    good = output / STATE
-    return f"the last good checkpoint is {good}" if good.exists() else "there is no checkpoint yet"
+    good = state_in(output)
+    return "there is no checkpoint yet" if good is None else f"the last good checkpoint is {good}"

@@ -1,0 +1,76 @@
+"""What of a model is divided over the processes of a run: the classes of its head, and the rest of it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from grassy.distributed import mesh, shard_head, wrap
+from grassy.distributed.processes import Process
+from grassy.heads import heads_of
+from grassy.heads.per_class import PerClassHead
+from grassy.models import create_model
+from grassy.runs.recipe import Recipe
+from grassy.shards import is_distributed
+
+#: Bytes of a weight from which on its classes are divided over several processes, unless the recipe says.
+MUCH = 256e6
+#: No model of timm has wider features.
+WIDEST = 2**13
+
+
+@dataclass(frozen=True)
+class Division:
+    """Whether head and backbone are divided; without a mesh neither is."""
+
+    mesh: DeviceMesh | None
+    head: bool
+    backbone: bool
+    seed: int
+
+    @property
+    def of_head(self) -> Callable[[nn.Module], object] | None:
+        """What creates the head of a model, each process its classes; None if all have all of them."""
+        if self.mesh is None or not self.head:
+            return None
+        return lambda model: shard_head(model, self.mesh, seed=self.seed)  # type: ignore[arg-type]
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """The model for training: DDP around it, unless it is divided itself."""
+        if self.mesh is None or self.backbone:
+            return model
+        # Each process keeps the batch statistics of its own images; validation and checkpoints take their mean.
+        return wrap(model, self.mesh, broadcast_buffers=False)
+
+    def divide_backbone(self, model: nn.Module) -> None:
+        """Divide all but the head, in place. The optimizer has to be made afterwards."""
+        if self.mesh is not None and self.backbone:
+            wrap(model, self.mesh, fsdp=True)
+
+
+def division_of(recipe: Recipe, num_classes: int, process: Process) -> Division:
+    """What a recipe asks for, as far as there are several processes to divide by."""
+    if process.world_size == 1:
+        return Division(None, False, False, recipe.seed)
+    head = recipe.shard_head == "true" or (recipe.shard_head == "auto" and _is_large(recipe, num_classes))
+    return Division(mesh(process.device.type), head, recipe.fsdp, recipe.seed)
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Whether a process holds but a part of some weights."""
+    return any(is_distributed(p) for p in model.parameters())
+
+
+def _is_large(recipe: Recipe, num_classes: int) -> bool:
+    dims = recipe.head.get("k", 1)
+    rows = sum(dims) if isinstance(dims, list) else num_classes * dims
+    if rows * WIDEST * 4 <= MUCH or recipe.mixes or recipe.loss != "cross-entropy":
+        return False
+    options = {key: value for key, value in recipe.model_kwargs.items() if key != "pretrained"}
+    with torch.device("meta"):
+        heads = heads_of(create_model(recipe.model, num_classes, recipe.head, options, recipe.k_share, True))
+    sizes = [math.prod(head.weight.shape) * 4 for head in heads if isinstance(head, PerClassHead)]
+    return len(sizes) == len(heads) and sum(sizes) > MUCH

@@ -1,0 +1,172 @@
+"""Runs whose head, or whole model, is divided over processes: stopped, resumed on other numbers of them, and opened."""
+
+import json
+import math
+import os
+import signal
+
+import pytest
+import torch
+from PIL import Image
+
+import grassy
+from grassy import cli
+from grassy.distributed.state import newest, open_state, read_plain, read_tensors
+from grassy.inference.validate import validate
+from grassy.runs.recipe import Recipe
+from grassy.runs.state import SAVES
+from grassy.runs.weights import BEST_SAVES, LAST
+from grassy.train import dividing, loop
+from grassy.train.dividing import is_divided
+from grassy.train.loop import train
+from ranks import on_ranks
+from training_cases import tiny_arrays, tiny_recipe
+
+pytestmark = pytest.mark.distributed
+
+CLASSES = 7  # of four ranks the last has one class, the others have two
+RESNET = {"model": "resnet18_cifar", "model_kwargs": {"channels": [4, 4, 4, 4]}}
+DIVIDED = {"shard_head": True, "crop": "none", "hflip": 0.0}
+
+
+def run_on(world, recipe, data, output, resume="", stop_after=0):
+    """What so many processes say of the run: which signal has stopped it."""
+
+    def work(rank):
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+        loop.AGREE_EVERY, look = 1, loop.look
+
+        def look_and_stop(run, *others):
+            assert is_divided(run.trained.model)
+            if rank == 0 and run.position.done == stop_after:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return look(run, *others)
+
+        loop.look = look_and_stop
+        return train(recipe, data, output, resume, "cpu", quiet=True).stopped_by
+
+    return on_ranks(world, output.parent, work)
+
+
+def state_of(output, folder=SAVES):
+    """All that is saved, without what takes a time."""
+    saved = open_state(output / folder)
+    tensors = {kind: read_tensors(saved, kind) for kind in ("model", "average", "optim", "own")}
+    plain = json.loads(json.dumps(saved.plain))
+    for row in [plain.get("progress", {}), *plain.get("progress", {}).get("rows", [])]:
+        for name in ("seconds", "input_share", "waited"):
+            row.pop(name, None)
+    plain.pop("description", None)
+    return tensors, plain, saved.optimizer
+
+
+def assert_same_state(one, other):
+    for folder in (SAVES, BEST_SAVES):
+        (tensors, *rest), (expected, *expected_rest) = state_of(one, folder), state_of(other, folder)
+        assert rest == expected_rest
+        for kind in expected:
+            assert tensors[kind].keys() == expected[kind].keys()
+            for name in expected[kind]:
+                assert torch.equal(tensors[kind][name], expected[kind][name]), f"{folder} {kind} {name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**RESNET, "model_ema": True, "model_ema_decay": 0.8},
+        {"opt": "adamw", "lr": 1e-3, "clip_grad": 1.0, "fsdp": True, "head": {"name": "arcface", "scale": 8.0}},
+    ],
+    ids=["batch statistics and average", "adamw and fsdp"],
+)
+def test_a_divided_run_that_was_stopped_and_resumed_ends_as_if_it_never_was(tmp_path, changes):
+    recipe = tiny_recipe(**DIVIDED, **changes)
+    data = tiny_arrays(tmp_path / "data", classes=CLASSES)
+    assert run_on(2, recipe, data, tmp_path / "whole") == [None, None]
+    assert run_on(2, recipe, data, tmp_path / "parts", stop_after=3) == [signal.SIGTERM] * 2
+    assert run_on(2, recipe, data, tmp_path / "parts", "auto") == [None, None]
+    assert_same_state(tmp_path / "parts", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_goes_on_with_a_divided_run(tmp_path):
+    recipe = tiny_recipe(**DIVIDED, epochs=4, sched="constant", checkpoint_interval=0)
+    data = tiny_arrays(tmp_path / "data", classes=CLASSES)
+    assert run_on(2, recipe, data, tmp_path / "whole") == [None] * 2
+    assert run_on(4, recipe, data, tmp_path / "run", stop_after=3) == [signal.SIGTERM] * 4
+    assert run_on(2, recipe, data, tmp_path / "run", "auto", stop_after=8) == [signal.SIGTERM] * 2
+    train(recipe.changed({"epochs": 3}), data, tmp_path / "run", resume="auto", quiet=True)  # one process
+    assert run_on(4, recipe, data, tmp_path / "run", "auto") == [None] * 4
+    rows, expected = (read_plain(tmp_path / name / SAVES)["progress"]["rows"] for name in ("run", "whole"))
+    for row, other in zip(rows, expected, strict=True):
+        assert row["train_loss"] == pytest.approx(other["train_loss"], rel=1e-4)
+        assert row["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory):
+    """A folder with data and the run of two processes."""
+    folder = tmp_path_factory.mktemp("divided")
+    recipe, data = tiny_recipe(**DIVIDED, epochs=1), tiny_arrays(folder / "data", classes=CLASSES)
+    assert run_on(2, recipe, data, folder / "run") == [None] * 2
+    return folder
+
+
+def test_a_divided_checkpoint_is_opened_by_load_and_by_all_commands(divided, tmp_path, capsys):
+    run, data = divided / "run", divided / "data"
+    (row,) = read_plain(run / SAVES)["progress"]["rows"]
+    for place in (run, run / BEST_SAVES, newest(run / SAVES)):
+        metrics = validate(place, data, device="cpu")
+        assert metrics.loss == pytest.approx(row["eval_loss"], rel=1e-5)
+        assert metrics.top1 == pytest.approx(row["eval_top1"])
+    model = grassy.load(run)
+    assert model.head.weight.shape == (CLASSES, 2, 16)
+    assert model.pretrained_cfg["label_names"] == [f"class {number}" for number in range(CLASSES)]
+    assert cli.main(["export", "--checkpoint", str(run), "--output", str(tmp_path / "model.onnx")]) == 0
+    image = tmp_path / "image.png"
+    Image.new("RGB", (8, 8)).save(image)
+    assert cli.main(["predict", str(image), "--checkpoint", str(run)]) == 0
+    assert "class" in capsys.readouterr().out
+
+
+def test_other_processes_validate_it_together_with_as_many_images_as_they_like(divided, tmp_path):
+    def work(rank):
+        os.environ.update(RANK=str(rank), WORLD_SIZE="3")
+        metrics = validate(divided / "run", divided / "data", batch_size=3, device="cpu")
+        return None if metrics is None else metrics.to_dict()
+
+    first, *others = on_ranks(3, tmp_path, work)
+    assert first == pytest.approx(validate(divided / "run", divided / "data", device="cpu").to_dict())
+    assert others == [None, None]
+
+
+def test_a_run_of_whole_weights_is_not_gone_on_with_divided_ones_nor_the_other_way_by_accident(divided, tmp_path):
+    recipe = tiny_recipe(epochs=1, crop="none", hflip=0.0)
+    train(recipe, divided / "data", tmp_path / "run", quiet=True)
+
+    def work(rank):
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+        with pytest.raises(ValueError, match="every process had all weights: go on with shard_head=false fsdp=false"):
+            train(recipe.changed({"epochs": 2, "shard_head": True}), divided / "data", tmp_path / "run", "auto", "cpu")
+
+    on_ranks(2, tmp_path, work)
+    with pytest.raises(ValueError, match="holds a run already: --resume auto goes on with it"):
+        train(recipe, divided / "data", divided / "run", quiet=True)
+    with pytest.raises(ValueError, match="belongs to a run with batch_size=8, not 4"):
+        train(recipe.changed({"batch_size": 4}), divided / "data", divided / "run", "auto", quiet=True)
+    assert (tmp_path / "run" / LAST).exists()  # of weights that all processes have, one file, as ever
+
+
+def test_heads_over_256_megabytes_are_divided_unless_the_recipe_says(monkeypatch):
+    recipe = Recipe(model="resnet18", head={"name": "grassmann", "k": 4})
+    classes = math.ceil(256e6 / (4 * 512 * 4))
+    assert dividing._is_large(recipe, classes + 1)
+    assert not dividing._is_large(recipe, classes - 1)
+    assert not dividing._is_large(recipe, 10)
+    assert not dividing._is_large(recipe.changed({"mixup": 0.2}), classes + 1)
+    assert not dividing._is_large(recipe.changed({"head": {"name": "multi", "layers": 4}}), 10**6)
+    assert Recipe(shard_head=False).shard_head == "false"
+    with pytest.raises(ValueError, match="shard_head must be one of auto, true, false, got 'ture'"):
+        Recipe(shard_head="ture")
+    with pytest.raises(ValueError, match="mixup and cutmix must be 0"):
+        Recipe(shard_head=True, cutmix=1.0)
