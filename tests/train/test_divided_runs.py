@@ -54,7 +54,7 @@ def state_of(output, folder=SAVES):
     tensors = {kind: read_tensors(saved, kind) for kind in ("model", "average", "optim", "own")}
     plain = json.loads(json.dumps(saved.plain))
     for row in [plain.get("progress", {}), *plain.get("progress", {}).get("rows", [])]:
-        for name in ("seconds", "input_share", "waited"):
+        for name in ("seconds", "input_share"):
             row.pop(name, None)
     plain.pop("description", None)
     return tensors, plain, saved.optimizer
