@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import grassy
-from grassy.kernels import sharded
+from grassy.kernels import cross_entropy, sharded
 
 CLASSES, WIDTH, ROWS = 9, 7, 24  # four processes hold 3, 3, 3 and no classes
 UPDATES = 10
@@ -29,13 +29,21 @@ class Case:
     dtype: torch.dtype = torch.float64
     fsdp: bool = False
     ignore: bool = False
+    lr: float = 0.05
     chunk: int | None = None  # logits in a chunk, if they shall be few
 
 
 GRASSMANN = {"k": [2, 1, 3, 2, 2, 2, 1, 2, 3]}
 CASES = {
     "grassmann": Case(options=GRASSMANN),
-    "grassmann float32": Case(options=GRASSMANN, dtype=torch.float32),
+    "grassmann float32": Case(options={**GRASSMANN, "fuse_loss": True}, dtype=torch.float32, lr=0.02),
+    "grassmann float32 in chunks": Case(
+        options={**GRASSMANN, "fuse_loss": True},
+        criterion={"label_smoothing": 0.1},
+        dtype=torch.float32,
+        lr=0.02,
+        chunk=60,
+    ),
     "grassmann smoothed, clipped, accumulated": Case(
         options=GRASSMANN, criterion={"label_smoothing": 0.2}, clip=0.3, parts=2
     ),
@@ -74,7 +82,7 @@ def batch(step, case):
 
 def train(model, case, rank=0, world=1, divisor=1):
     """Losses and gradient norms of ten updates, and the gradients of the first."""
-    optimizer = grassy.make_optimizer(model, case.base, lr=0.05, weight_decay=0.01)
+    optimizer = grassy.make_optimizer(model, case.base, lr=case.lr, weight_decay=0.01)
     criterion = functools.partial(F.cross_entropy, **case.criterion)
     losses = []
     for step in range(UPDATES):
@@ -100,15 +108,18 @@ def trained_in_one_process(case, world):
 
 
 def trained_by_several(case, mesh):
-    whole_chunk = sharded.WHOLE, sharded.CHUNK
+    modules = (sharded, cross_entropy)
+    before = [(module.WHOLE, module.CHUNK) for module in modules]
     if case.chunk:
-        sharded.WHOLE = sharded.CHUNK = case.chunk
+        for module in modules:
+            module.WHOLE = module.CHUNK = case.chunk
     try:
         model = grassy.distributed.shard_head(a_model(case), mesh)
         wrapped = grassy.distributed.wrap(model, mesh, fsdp=case.fsdp)
         losses, gradients = train(wrapped, case, mesh.get_local_rank(), mesh.size())
     finally:
-        sharded.WHOLE, sharded.CHUNK = whole_chunk
+        for module, limits in zip(modules, before, strict=True):
+            module.WHOLE, module.CHUNK = limits
     losses = losses.contiguous()
     dist.all_reduce(losses)
     losses /= mesh.size()

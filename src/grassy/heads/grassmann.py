@@ -187,6 +187,11 @@ class GrassmannHead(PerClassHead):
             features, self.weight, target, self.gamma, normalize=self.normalize, **(options or {})
         )
 
+    def sharded_loss(self, features: Tensor, target: Tensor, **options: Any) -> Tensor:
+        (weight,), shard = self.class_parameters(), self.shard
+        gamma = 1.0 if isinstance(self.gamma, nn.Parameter) else self.gamma
+        return kernels.sharded_subspace_cross_entropy(self._sent(features), target, weight, gamma, shard, **options)
+
     def has_own_loss(self) -> bool:
         return self.fuse_loss or self.is_sharded or type(self).loss is not GrassmannHead.loss
 

@@ -10,6 +10,7 @@ from grassy.kernels.options import RETRACTIONS, TRANSPORTS, StepCounts, StepOpti
 from grassy.kernels.reference import autocasts, unit
 from grassy.kernels.sharded import sharded_cross_entropy
 from grassy.kernels.sharded_scores import sharded_largest_probability, sharded_logits, sharded_top
+from grassy.kernels.sharded_subspaces import sharded_subspace_cross_entropy
 from grassy.kernels.step import geodesic_step, geodesic_steps
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "sharded_cross_entropy",
     "sharded_largest_probability",
     "sharded_logits",
+    "sharded_subspace_cross_entropy",
     "sharded_top",
     "subspace_cross_entropy",
     "subspace_logits",

@@ -10,7 +10,7 @@ T = Σ t'_c: the loss of a row is Σ t'_c (log Σ exp l − l_c) and ∂loss/∂
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +45,10 @@ class Terms(NamedTuple):
     gamma: float
     smoothing: float
     ignore_index: int
+    #: Added to the logits.
+    shift: float = 0.0
+    #: Whether the classes are all there are, so that after the last ones the loss is known.
+    finish: bool = True
 
 
 def subspace_cross_entropy(
@@ -65,7 +69,7 @@ def subspace_cross_entropy(
     if impl != "reference":
         x, gamma, normalize = absorbed(x, gamma, normalize)
         rows = x.reshape(-1, x.shape[-1])
-        size, keep = _division(rows, weight)
+        size, keep = division(rows, weight)
         settings = gamma, float(label_smoothing), ignore_index, normalize, impl == "triton"
         keep = keep if wants_grad(x, weight) else 0
         loss, _, _ = _forward(rows, weight, flat, product_dtype(x, weight), size, keep, *settings)
@@ -131,7 +135,7 @@ def observe(y: Tensor, target: Tensor, start: int, terms: Terms, state: Tensor, 
     The state (5, B) of a row: max l_c, Σ exp(l_c − max), Σ t_c l_c, Σ l_c and Σ t_c so far. `rows` is what the
     backward needs to know of it: log Σ exp l_c and T. A label that is no class is found out by a NaN.
     """
-    logits = terms.gamma * _norms(y, terms.k)
+    logits = terms.gamma * _norms(y, terms.k) + terms.shift
     stop = start + logits.shape[1]
     maximum, exponentials, picked, total, mass = state
     if start == 0:
@@ -145,7 +149,7 @@ def observe(y: Tensor, target: Tensor, start: int, terms: Terms, state: Tensor, 
     shares = _shares(target, start, stop)
     picked += (shares * logits).sum(-1) if soft else logits.where(shares, 0).sum(-1)
     mass += shares.sum(-1)
-    if stop == terms.classes:
+    if terms.finish and stop == terms.classes:
         eps = terms.smoothing
         if not soft:
             mass.fill_(1)
@@ -165,7 +169,7 @@ def pull_back(y: Tensor, target: Tensor, start: int, terms: Terms, rows: Tensor,
     It is g (T p_c − t'_c) γ y_c/‖y_c‖, and zero where y_c is; g (B,) is the gradient of the losses of the rows.
     """
     norms = _norms(y, terms.k)
-    probabilities = (terms.gamma * norms - rows[0].unsqueeze(-1)).exp()
+    probabilities = (terms.gamma * norms + terms.shift - rows[0].unsqueeze(-1)).exp()
     shares = _shares(target, start, start + norms.shape[1]) * (1 - terms.smoothing) + terms.smoothing / terms.classes
     if not target.is_floating_point():
         grad = torch.where(target == terms.ignore_index, 0, grad)
@@ -189,7 +193,7 @@ def _shares(target: Tensor, start: int, stop: int) -> Tensor:
 # --- the operator -----------------------------------------------------------------------------------------------
 
 
-def _pieces(kernels: bool) -> Any:
+def pieces_of(kernels: bool) -> Any:
     if not kernels:
         return sys.modules[__name__]
     from grassy.kernels.triton import head  # imports triton, which is optional
@@ -197,7 +201,7 @@ def _pieces(kernels: bool) -> Any:
     return head
 
 
-def _division(x: Tensor, weight: Tensor) -> tuple[int, int]:
+def division(x: Tensor, weight: Tensor) -> tuple[int, int]:
     """How many classes are in a chunk, and of how many the coordinates are kept: all, or some whole chunks."""
     classes, k, _ = weight.shape
     of_a_class = max(1, *x.shape) * k
@@ -228,18 +232,62 @@ def _forward(
     kernels: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses (B,) of x (B, N), two numbers of each row (2, B), and the coordinates that are kept, chunk after chunk."""
-    pieces, terms = _pieces(kernels), Terms(weight.shape[0], weight.shape[1], gamma, smoothing, ignore_index)
+    pieces, terms = pieces_of(kernels), Terms(weight.shape[0], weight.shape[1], gamma, smoothing, ignore_index)
     state, loss, rows = (x.new_empty(*shape, len(x), dtype=torch.float32) for shape in ((5,), (), (2,)))
-    target = target.contiguous()
     with as_given(x):
         features = pieces.unit(x, dtype)[0] if normalize else x.to(dtype)
-        kept = features.new_empty(len(x) * keep * weight.shape[1])
-        for start, stop in _chunks(weight, size):
-            part = weight[start:stop].flatten(0, 1).to(dtype)
-            y = torch.mm(features, part.T, out=_of_chunk(kept, x, weight, start, stop) if start < keep else None)
-            pieces.observe(y, target, start, terms, state, loss, rows)
-            del part, y  # before the next ones are made
+        pairs = ((chunk, terms) for chunk in _chunks(weight, size))
+        kept = observe_chunks(features, weight, target.contiguous(), pairs, keep, pieces, state, loss, rows)
     return loss, rows, kept
+
+
+def observe_chunks(
+    features: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    chunks: Iterable[tuple[tuple[int, int], Terms]],
+    keep: int,
+    pieces: Any,
+    *results: Tensor,
+) -> Tensor:
+    """`observe` of features (B, N) and one chunk of classes after the other; the coordinates of the first `keep`."""
+    kept = features.new_empty(len(features) * keep * weight.shape[1])
+    for (start, stop), terms in chunks:
+        part = weight[start:stop].flatten(0, 1).to(features.dtype)
+        out = _of_chunk(kept, features, weight, start, stop) if stop <= keep else None
+        y = torch.mm(features, part.T, out=out)
+        pieces.observe(y, target, start, terms, *results)
+        del part, y, out  # before the next ones are made
+    return kept
+
+
+def pull_back_chunks(
+    features: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    chunks: Iterable[tuple[tuple[int, int], Terms]],
+    keep: int,
+    pieces: Any,
+    rows: Tensor,
+    grad: Tensor,
+    kept: Tensor,
+    for_x: bool,
+    for_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of features (B, N), in float32, and weight (C, K, N) from that of the losses, (B,)."""
+    dweight = weight.new_empty(weight.shape if for_weight else 0)
+    v = features.new_zeros(features.shape, dtype=torch.float32)
+    for (start, stop), terms in chunks:
+        part = weight[start:stop].flatten(0, 1).to(features.dtype)
+        is_kept = stop <= keep
+        y = _of_chunk(kept, features, weight, start, stop) if is_kept else torch.mm(features, part.T)
+        g = pieces.pull_back(y, target, start, terms, rows, grad, torch.empty_like(y) if is_kept else y)
+        if for_x:
+            v += product(g, part, torch.float32)
+        if for_weight:
+            product(g.T, features, weight.dtype, out=dweight[start:stop].flatten(0, 1))
+        del part, y, g  # before the next ones are made
+    return v, dweight
 
 
 def _of_chunk(kept: Tensor, x: Tensor, weight: Tensor, start: int, stop: int) -> Tensor:
@@ -276,22 +324,16 @@ def _backward(
     for_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and weight from that of the losses (B,); empty if not wanted."""
-    pieces, terms = _pieces(kernels), Terms(weight.shape[0], weight.shape[1], gamma, smoothing, ignore_index)
+    pieces, terms = pieces_of(kernels), Terms(weight.shape[0], weight.shape[1], gamma, smoothing, ignore_index)
     dtype = kept.dtype
     grad, target, rows, kept = (tensor.contiguous() for tensor in (grad, target, rows, kept))
-    dx, dweight = x.new_empty(0), weight.new_empty(weight.shape if for_weight else 0)
-    v = x.new_zeros(x.shape, dtype=torch.float32)
+    dx = x.new_empty(0)
     with as_given(x):
         features, inverse = pieces.unit(x, dtype) if normalize else (x.to(dtype), None)
-        for start, stop in _chunks(weight, size):
-            part = weight[start:stop].flatten(0, 1).to(dtype)
-            y = _of_chunk(kept, x, weight, start, stop) if start < keep else torch.mm(features, part.T)
-            g = pieces.pull_back(y, target, start, terms, rows, grad, torch.empty_like(y) if start < keep else y)
-            if for_x:
-                v += product(g, part, torch.float32)
-            if for_weight:
-                product(g.T, features, weight.dtype, out=dweight[start:stop].flatten(0, 1))
-            del part, y, g  # before the next ones are made
+        pairs = ((chunk, terms) for chunk in _chunks(weight, size))
+        v, dweight = pull_back_chunks(
+            features, weight, target, pairs, keep, pieces, rows, grad, kept, for_x, for_weight
+        )
         if for_x:
             dx = x.new_empty(x.shape).copy_(v) if inverse is None else pieces.unit_grad(x, inverse, v)
     return dx, dweight

@@ -17,7 +17,9 @@ Each process has the losses of its own rows, as under DDP, and DDP averages grad
 alone holds cannot be averaged, so its gradient is divided by W here, and the features get the sum for their rows.
 
 `logits(x, labels, *params)` are those of a chunk of classes: x (B, N), labels (B,) counted from the first class of the
-chunk, which may lie outside of it, and params with one row for each class. Shapes: B batch, C classes, N features.
+chunk, which may lie outside of it, and params with one row for each class. In general the params are those of some
+classes of the shard, and `places` (B,) are the places of the labels among them, negative or beyond if elsewhere.
+Shapes: B batch, C classes, N features.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -127,20 +129,20 @@ class SoftmaxOverShards(torch.autograd.Function):
     """The losses (B_l,) of the rows of this process from its logits (B, C_l) of all rows."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: Shard, terms: Smoothing) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, places: Tensor, shard: Shard, terms: Smoothing) -> Tensor:
         state = nothing_observed(logits, logits.dtype)
         if logits.shape[-1]:
-            state = observed(state, logits, labels - shard.offset)
+            state = observed(state, logits, places)
         loss, normalizer = losses(state, labels, shard, terms, logits.shape[-1])
-        ctx.save_for_backward(logits, labels, normalizer)
+        ctx.save_for_backward(logits, labels, places, normalizer)
         ctx.shard, ctx.terms = shard, terms
         return own(loss, shard.group).clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        logits, labels, normalizer = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        logits, labels, places, normalizer = ctx.saved_tensors
         grad = gathered_gradient(grad, labels, ctx.shard, ctx.terms)
-        return slopes(logits, labels - ctx.shard.offset, normalizer, grad, ctx.terms), None, None, None
+        return slopes(logits, places, normalizer, grad, ctx.terms), None, None, None, None
 
 
 def gathered_gradient(grad: Tensor, labels: Tensor, shard: Shard, terms: Smoothing) -> Tensor:
@@ -156,11 +158,16 @@ def scattered_gradient(grad: Tensor, dtype: torch.dtype, group: Any) -> Tensor:
 
 
 def _reference(
-    rows: Tensor, target: Tensor, logits: Logits, params: Sequence[Tensor], shard: Shard, terms: Smoothing
+    rows: Tensor,
+    labels: Tensor,
+    places: Tensor,
+    logits: Logits,
+    params: Sequence[Tensor],
+    shard: Shard,
+    terms: Smoothing,
 ) -> Tensor:
-    x, labels = applied(GatherRows, rows, shard.group), collectives.gathered(target, shard.group)
-    own_logits = logits(x, labels - shard.offset, *params)
-    return applied(SoftmaxOverShards, own_logits, labels, shard, terms)
+    own_logits = logits(applied(GatherRows, rows, shard.group), places, *params)
+    return applied(SoftmaxOverShards, own_logits, labels, places, shard, terms)
 
 
 def applied(function: type[torch.autograd.Function], *inputs: Any) -> Tensor:
@@ -179,45 +186,44 @@ class _InChunks(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows: Tensor,
-        target: Tensor,
+        labels: Tensor,
+        places: Tensor,
         logits: Logits,
         size: int,
         shard: Shard,
         terms: Smoothing,
         *params: Tensor,
     ) -> Tensor:
-        x, labels = collectives.gathered(rows, shard.group), collectives.gathered(target, shard.group)
+        x = collectives.gathered(rows, shard.group)
         state = None
         for start, stop in chunks(len(params[0]), size):
-            part = logits(x, labels - shard.offset - start, *(p[start:stop] for p in params))
-            state = observed(
-                nothing_observed(x, part.dtype) if state is None else state, part, labels - shard.offset - start
-            )
+            part = logits(x, places - start, *(p[start:stop] for p in params))
+            state = nothing_observed(x, part.dtype) if state is None else state
+            state = observed(state, part, places - start)
         if state is None:
             state = nothing_observed(x, torch.promote_types(params[0].dtype, torch.float32))
         loss, normalizer = losses(state, labels, shard, terms, len(params[0]))
-        ctx.save_for_backward(x, labels, normalizer, *params)
+        ctx.save_for_backward(x, labels, places, normalizer, *params)
         ctx.logits, ctx.size, ctx.shard, ctx.terms, ctx.autocast = logits, size, shard, terms, autocast_as_now(x)
         return own(loss, shard.group).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, labels, normalizer, *params = ctx.saved_tensors
+        x, labels, places, normalizer, *params = ctx.saved_tensors
         grad = gathered_gradient(grad, labels, ctx.shard, ctx.terms)
         pulled = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
         results = [torch.empty_like(p) for p in params]
         x = x.detach().requires_grad_()
         for start, stop in chunks(len(params[0]), ctx.size):
-            labels_here = labels - ctx.shard.offset - start
             parts = [p[start:stop].detach().requires_grad_() for p in params]
             with torch.enable_grad(), ctx.autocast():
-                part = ctx.logits(x, labels_here, *parts)
-            g = slopes(part.detach(), labels_here, normalizer, grad, ctx.terms)
+                part = ctx.logits(x, places - start, *parts)
+            g = slopes(part.detach(), places - start, normalizer, grad, ctx.terms)
             dx, *dparts = torch.autograd.grad(part, [x, *parts], g)
             pulled += dx
             for result, dpart in zip(results, dparts, strict=True):
                 result[start:stop] = dpart
-        return scattered_gradient(pulled, x.dtype, ctx.shard.group), None, None, None, None, None, *results
+        return scattered_gradient(pulled, x.dtype, ctx.shard.group), *(None,) * 6, *results
 
 
 def autocast_as_now(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
@@ -267,15 +273,28 @@ def sharded_cross_entropy(
     """
     check(rows, target, label_smoothing, reduction)
     terms = Smoothing(float(label_smoothing), shard.classes, ignore_index)
-    flat, labels = rows.reshape(-1, rows.shape[-1]), target.reshape(-1).long()
-    size = chunk_size(flat.shape[0] * collectives.world_size(shard.group), params)
-    if impl == "reference" or (impl == "auto" and size >= params[0].shape[0]):
-        loss = _reference(flat, labels, logits, params, shard, terms)
-    elif impl in ("auto", "chunks"):
-        loss = applied(_InChunks, flat, labels, logits, size, shard, terms, *params)
-    else:
-        raise ValueError(f"impl must be 'auto', 'chunks' or 'reference', got {impl!r}")
+    flat, labels = rows.reshape(-1, rows.shape[-1]), collectives.gathered(target.reshape(-1).long(), shard.group)
+    loss = losses_of_rows(flat, labels, labels - shard.offset, logits, params, shard, terms, impl)
     return reduced(loss, target.long(), reduction, ignore_index)
+
+
+def losses_of_rows(
+    rows: Tensor,
+    labels: Tensor,
+    places: Tensor,
+    logits: Logits,
+    params: Sequence[Tensor],
+    shard: Shard,
+    terms: Smoothing,
+    impl: str,
+) -> Tensor:
+    """The losses (B_l,) of rows (B_l, N), from the labels (B,) of all processes and their places among the params."""
+    size = chunk_size(labels.shape[0], params)
+    if impl == "reference" or (impl == "auto" and size >= params[0].shape[0]):
+        return _reference(rows, labels, places, logits, params, shard, terms)
+    if impl in ("auto", "chunks"):
+        return applied(_InChunks, rows, labels, places, logits, size, shard, terms, *params)
+    raise ValueError(f"impl must be 'auto', 'chunks' or 'reference', got {impl!r}")
 
 
 def check(rows: Tensor, target: Tensor, label_smoothing: float, reduction: str) -> None:

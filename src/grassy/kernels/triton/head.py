@@ -72,10 +72,11 @@ def observe(y, target, start, terms, state, loss, rows):
         terms.gamma,
         terms.smoothing,
         terms.ignore_index,
+        terms.shift,
         **_tile(terms.k, here),
         SOFT=target.is_floating_point(),
         FIRST=start == 0,
-        LAST=start + here == terms.classes,
+        LAST=terms.finish and start + here == terms.classes,
         num_warps=WARPS,
     )
 
@@ -96,6 +97,7 @@ def pull_back(y, target, start, terms, rows, grad, out):
         terms.gamma,
         terms.smoothing,
         terms.ignore_index,
+        terms.shift,
         **tile,
         SOFT=target.is_floating_point(),
         num_warps=WARPS,
@@ -198,6 +200,7 @@ def _observe(
     gamma,
     smoothing,
     ignore_index,
+    shift,
     K: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -220,7 +223,7 @@ def _observe(
         column = first + lane
         present = column < here
         y, _place, _inside = _coordinates(y_pointer, row, column, here, K, PADDED)
-        logit = gamma * _norm(y)  # 0 where there is no class
+        logit = tl.where(present, gamma * _norm(y) + shift, 0.0)
         raised = tl.maximum(maxima, tl.where(present, logit, LOWEST))
         exponentials = exponentials * tl.exp(maxima - raised) + tl.where(present, tl.exp(logit - raised), 0.0)
         maxima = raised
@@ -284,6 +287,7 @@ def _pull_back(
     gamma,
     smoothing,
     ignore_index,
+    shift,
     K: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -300,7 +304,7 @@ def _pull_back(
         share = (start + column == label).to(tl.float32)
         grad = tl.where(label == ignore_index, 0.0, grad)
     share = (1 - smoothing) * share + smoothing / classes
-    probability = tl.exp(gamma * norm - tl.load(rows_pointer + row))
+    probability = tl.exp(gamma * norm + shift - tl.load(rows_pointer + row))
     slope = grad * (tl.load(rows_pointer + batch + row) * probability - share)
     tl.debug_barrier()  # out may be y: of a small tile several threads hold the same element, and all must have read it
     tl.store(out_pointer + place, _direction(y, norm, gamma * slope), inside)

@@ -1,0 +1,205 @@
+"""The loss of `sharded` for subspaces, by the kernels and chunks of `cross_entropy`: the specification made fast.
+
+Each process runs the same loops as one process alone, over its own classes and the features of all processes. They stop
+at the state of each row, which `sharded.losses` joins. Shapes: B batch, C_l classes here, K dimension, N features.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grassy.kernels import collectives, dispatch
+from grassy.kernels.cross_entropy import Terms, division, observe_chunks, pieces_of, pull_back_chunks, supports
+from grassy.kernels.logits import as_given, no_second_derivative, wants_grad
+from grassy.kernels.reference import subspace_logits
+from grassy.kernels.sampling import Sampling, TakeClasses, drawn, places_of
+from grassy.kernels.sharded import (
+    Smoothing,
+    applied,
+    check,
+    gathered_gradient,
+    losses,
+    losses_of_rows,
+    own,
+    reduced,
+    scattered_gradient,
+)
+from grassy.shards import Shard
+
+IMPLEMENTATIONS = ("triton", "chunks", "reference")
+
+
+def sharded_subspace_cross_entropy(
+    rows: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    gamma: float,
+    shard: Shard,
+    label_smoothing: float = 0.0,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    sampling: Sampling | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """The cross-entropy of this process's rows (..., N) against labels (...), with logits l_c = γ‖W_c x‖.
+
+    Rows are taken and sent as they are; weight (C_l, K, N) are the classes of this process.
+    sampling: which classes take part; None for all.
+    impl: "auto"; "triton" or "chunks", by kernels or in plain torch, for float32 and bfloat16; or "reference".
+    """
+    check(rows, target, label_smoothing, reduction)
+    if impl not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"impl must be 'auto' or one of {IMPLEMENTATIONS}, got {impl!r}")
+    if sampling is not None and label_smoothing:
+        raise ValueError(
+            f"label_smoothing is a share of all classes, so with a sample of them it must be 0, got {label_smoothing!r}"
+        )
+    terms = Smoothing(float(label_smoothing), shard.classes, ignore_index)
+    flat, labels = rows.reshape(-1, rows.shape[-1]), collectives.gathered(target.reshape(-1).long(), shard.group)
+    places, sampled_from, shift = labels - shard.offset, weight.shape[0], 0.0
+    if sampling is not None:
+        sample = drawn(labels, shard, sampling)
+        places, sampled_from = places_of(labels, shard, sample), sample.positives
+        shift = -math.log(sampling.rate) if sampling.correct else 0.0
+        weight = applied(TakeClasses, weight, sample.places, (sampling.parameter,))
+    chosen = _chosen(impl, flat, weight, labels)
+    if chosen == "reference":
+        shifts = weight.new_zeros(weight.shape[0])
+        shifts[sampled_from:] = shift
+
+        def logits(x: Tensor, _: Tensor, part: Tensor, shifts: Tensor) -> Tensor:
+            return subspace_logits(x, part, gamma, False) + shifts
+
+        how = "reference" if impl == "reference" else "auto"
+        loss = losses_of_rows(flat, labels, places, logits, [weight, shifts], shard, terms, how)
+    else:
+        settings = (float(gamma), sampled_from, shift, chosen == "triton")
+        loss = applied(_Fused, flat, weight, labels, places, settings, shard, terms, wants_grad(flat, weight))
+    return reduced(loss, target.long(), reduction, ignore_index)
+
+
+def _chosen(impl: str, rows: Tensor, weight: Tensor, labels: Tensor) -> str:
+    if impl == "reference":
+        return impl
+    # Rows are in the precision of the product already, whatever autocast says.
+    unsupported = supports(rows.float(), weight, labels, 1.0)
+    if unsupported is None and rows.dtype not in (torch.float32, torch.bfloat16):
+        unsupported = "it computes in float32 and bfloat16"
+    if impl == "auto":
+        if unsupported is not None:
+            return "reference"
+        return dispatch.choose_loss("auto", rows.float(), weight, labels, 1.0)
+    if unsupported is not None:
+        raise RuntimeError(f"impl={impl!r} cannot be used here: {unsupported}")
+    return dispatch.choose_loss(impl, rows.float(), weight, labels, 1.0)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        places: Tensor,
+        settings: tuple[float, int, float, bool],
+        shard: Shard,
+        terms: Smoothing,
+        keeps: bool,
+    ) -> Tensor:
+        x = collectives.gathered(rows, shard.group)
+        places = torch.where((places >= 0) & (places < weight.shape[0]), places, -1)
+        size, keep = division(x, weight)
+        keep = keep if keeps else 0
+        state, kept = _observe_shard(x, weight, places, size, keep, *settings)
+        loss, normalizer = losses(state[:4], labels, shard, terms, weight.shape[0])
+        ctx.save_for_backward(x, weight, labels, places, normalizer, kept)
+        ctx.shard, ctx.terms, ctx.settings, ctx.division = shard, terms, settings, (size, keep)
+        ctx.dtype = rows.dtype
+        return own(loss, shard.group).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, labels, places, normalizer, kept = ctx.saved_tensors
+        for_x, for_weight = ctx.needs_input_grad[:2]
+        grad = gathered_gradient(grad, labels, ctx.shard, ctx.terms)
+        facts = (*ctx.division, ctx.terms.eps, ctx.terms.classes, *ctx.settings, for_x, for_weight)
+        v, dweight = _pull_back_shard(grad, x, weight, places, normalizer, kept, *facts)
+        dx = scattered_gradient(v, ctx.dtype, ctx.shard.group) if for_x else None
+        return dx, dweight if for_weight else None, *(None,) * 6
+
+
+def _chunks(
+    weight: Tensor, size: int, boundary: int, shift: float, terms: Terms
+) -> list[tuple[tuple[int, int], Terms]]:
+    """Chunks of classes before and after the boundary, the latter with logits that are shifted."""
+    edges = sorted({*range(0, weight.shape[0], size), min(boundary, weight.shape[0]), weight.shape[0]})
+    pairs = itertools.pairwise(edges)
+    return [((start, stop), terms._replace(shift=shift if start >= boundary else 0.0)) for start, stop in pairs]
+
+
+@torch.library.custom_op("grassy::observe_shard", mutates_args=())
+def _observe_shard(
+    x: Tensor,
+    weight: Tensor,
+    places: Tensor,
+    size: int,
+    keep: int,
+    gamma: float,
+    boundary: int,
+    shift: float,
+    kernels: bool,
+) -> tuple[Tensor, Tensor]:
+    """The state (5, B) of `cross_entropy.observe` after all classes here, and the coordinates that are kept."""
+    pieces, terms = pieces_of(kernels), Terms(weight.shape[0], weight.shape[1], gamma, 0.0, -2, finish=False)
+    state, loss, rows = (x.new_zeros(*shape, len(x), dtype=torch.float32) for shape in ((5,), (), (2,)))
+    state[0] = -torch.inf
+    with as_given(x):
+        pairs = _chunks(weight, size, boundary, shift, terms)
+        kept = observe_chunks(x, weight, places.contiguous(), pairs, keep, pieces, state, loss, rows)
+    return state, kept
+
+
+@_observe_shard.register_fake
+def _(x: Tensor, weight: Tensor, places: Tensor, size: int, keep: int, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(5, x.shape[0], dtype=torch.float32), x.new_empty(x.shape[0] * keep * weight.shape[1])
+
+
+@torch.library.custom_op("grassy::pull_back_shard", mutates_args=())
+def _pull_back_shard(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    places: Tensor,
+    normalizer: Tensor,
+    kept: Tensor,
+    size: int,
+    keep: int,
+    eps: float,
+    classes: int,
+    gamma: float,
+    boundary: int,
+    shift: float,
+    kernels: bool,
+    for_x: bool,
+    for_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of all rows, in float32, and of the weight, empty if unwanted, from those of all losses."""
+    pieces, terms = pieces_of(kernels), Terms(classes, weight.shape[1], gamma, eps, -2, finish=False)
+    rows = torch.stack([normalizer, torch.ones_like(normalizer)])
+    grad, places, kept = grad.contiguous(), places.contiguous(), kept.contiguous()
+    with as_given(x):
+        pairs = _chunks(weight, size, boundary, shift, terms)
+        return pull_back_chunks(x, weight, places, pairs, keep, pieces, rows, grad, kept, for_x, for_weight)
+
+
+@_pull_back_shard.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=torch.float32), weight.new_empty(weight.shape if rest[-1] else 0)
+
+
+_pull_back_shard.register_autograd(no_second_derivative)
