@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grassy.kernels.sampling import gradient_of_some
 from grassy.shards import is_distributed, local
 
 
@@ -35,8 +36,15 @@ class _Local:
 
 
 def _seen(p: Any) -> Tensor:
+    if (sampled := gradient_of_some(p)) is not None:
+        return _with_gradient(sampled[1])
     if not is_distributed(p) or p.grad is None:
         return p  # type: ignore[no-any-return]
-    here = local(p.detach()).detach()
-    here.grad = local(p.grad)
-    return here
+    return _with_gradient(local(p.grad))
+
+
+def _with_gradient(grad: Tensor) -> Tensor:
+    """A tensor with this gradient: a scaler looks at nothing else."""
+    seen = grad.detach()
+    seen.grad = grad
+    return seen

@@ -144,6 +144,9 @@ def _create_the_rest(head: Head, device: Any) -> None:
     if head.batch_norm is not None and any(buffer.is_meta for buffer in head.batch_norm.buffers()):
         head.batch_norm.to_empty(device=device)
         head.batch_norm.reset_parameters()  # type: ignore[operator]
+    for name, buffer in list(head.named_buffers(recurse=False)):
+        if buffer.is_meta:  # a counter
+            head.register_buffer(name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
     for name, p in list(head.named_parameters(recurse=False)):
         if p.is_meta:
             value = head.options[name]

@@ -41,6 +41,11 @@ class GrassmannHead(PerClassHead):
     fuse_loss: in training, compute the cross-entropy of `classification_loss` in the head, without the logits, and with
         few of the B x C x K coordinates at a time. For very many classes, where these take more memory than the weight.
         It changes nothing for other criteria, for logits, and in models with several heads.
+    sample: in training, let only this share of the classes take part in an update, and all that are labels in it: for
+        more than ten million classes. The draw depends on the seed, the update and the class alone. Needs
+        `classification_loss` with cross-entropy, `make_optimizer`, and in several processes `distributed.shard_head`.
+    sample_correct: let each class that was drawn count 1/sample times in the softmax, as if all had taken part.
+    sample_seed: another seed draws other classes.
     """
 
     subspace_names: tuple[str, ...] = ("weight",)
@@ -50,6 +55,7 @@ class GrassmannHead(PerClassHead):
     gamma: float | nn.Parameter
     _looked_at: tuple[int, int] | None = None  # the weight, and how often it had changed
     _error: float | None = None
+    draws: Tensor
 
     def __init__(
         self,
@@ -62,10 +68,18 @@ class GrassmannHead(PerClassHead):
         learnable_gamma: bool = False,
         riemannian: bool = True,
         fuse_loss: bool = False,
+        sample: float = 1.0,
+        sample_correct: bool = False,
+        sample_seed: int = 0,
         **options: Unpack[HeadOptions],
     ) -> None:
         super().__init__(in_features, num_classes, **options)
         check_booleans(normalize=normalize, learnable_gamma=learnable_gamma, riemannian=riemannian, fuse_loss=fuse_loss)
+        check_booleans(sample_correct=sample_correct)
+        if not 0 < number(sample) <= 1:
+            raise ValueError(f"sample must lie in (0, 1], the share of classes in an update, got {sample!r}")
+        if sample < 1 and not riemannian:
+            raise ValueError("sample needs riemannian=True: ordinary optimizers cannot update some classes alone")
         dims = _dims(k, num_classes)
         largest = max(dims) if isinstance(dims, list) else dims
         if largest > in_features:
@@ -78,7 +92,9 @@ class GrassmannHead(PerClassHead):
         if isinstance(gamma, nn.Parameter):
             raise TypeError("gamma must be a number: for one that is learned give learnable_gamma=True as well")
         if isinstance(gamma, str) and gamma == "auto":
-            automatic = automatic_gamma(num_classes, dims, in_features, normalize, self.batch_norm is not None)
+            # A softmax that is not corrected has fewer classes.
+            seen = num_classes if sample_correct else max(1, round(num_classes * sample))
+            automatic = automatic_gamma(seen, dims, in_features, normalize, self.batch_norm is not None)
             if automatic is None:
                 raise ValueError("gamma='auto' is for features of a known length: with normalize=False give a number")
             gamma = automatic
@@ -87,6 +103,10 @@ class GrassmannHead(PerClassHead):
         gamma = float(gamma)
         self.normalize = bool(normalize)
         self.fuse_loss = bool(fuse_loss)
+        self.sample, self.sample_correct, self.sample_seed = float(sample), bool(sample_correct), int(sample_seed)
+        if self.sample < 1:
+            # How many samples were drawn, so that a run that goes on draws what it would have drawn.
+            self.register_buffer("draws", torch.zeros((), dtype=torch.int64, device=options.get("device")))
         if not riemannian:
             self.subspace_names = ()
         self.gamma = empty_parameter(options) if learnable_gamma else gamma
@@ -99,6 +119,8 @@ class GrassmannHead(PerClassHead):
     def reset_parameters(self) -> None:
         """Uniformly random subspaces: the qf factor of a Gaussian matrix."""
         super().reset_parameters()
+        if self.sample < 1:
+            self.draws.zero_()
         w = self.weight
         if isinstance(self.gamma, nn.Parameter):
             nn.init.constant_(self.gamma, self.initial_gamma)
@@ -179,7 +201,9 @@ class GrassmannHead(PerClassHead):
 
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
         """The criterion on the logits; if it is cross-entropy and `fuse_loss` is set, without the logits."""
-        options = cross_entropy_options(criterion, target) if self.fuse_loss else None
+        options = cross_entropy_options(criterion, target) if self.fuse_loss or self.samples else None
+        if self.samples and options is not None:
+            return self.sharded_loss(self.prepare(features, target, criterion), target, **options)
         if self.is_sharded or not one_loss(options):
             return super().loss(features, target, criterion)
         features = self.prepare(features, target, criterion)
@@ -190,17 +214,36 @@ class GrassmannHead(PerClassHead):
     def sharded_loss(self, features: Tensor, target: Tensor, **options: Any) -> Tensor:
         (weight,), shard = self.class_parameters(), self.shard
         gamma = 1.0 if isinstance(self.gamma, nn.Parameter) else self.gamma
-        return kernels.sharded_subspace_cross_entropy(self._sent(features), target, weight, gamma, shard, **options)
+        sampling = self._next_sampling() if self.samples else None
+        return kernels.sharded_subspace_cross_entropy(
+            self._sent(features), target, weight, gamma, shard, sampling=sampling, **options
+        )
+
+    @property
+    def samples(self) -> bool:
+        """Whether a loss is that of a sample of the classes."""
+        return self.sample < 1 and self.training
+
+    def _next_sampling(self) -> kernels.Sampling:
+        several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if several and not self.is_sharded:
+            raise ValueError(
+                f"sample={self.sample} in several processes needs the classes divided over them: call "
+                "grassy.distributed.shard_head(model, mesh) first"
+            )
+        update = self.draws.clone()
+        self.draws += 1
+        return kernels.Sampling(self.sample, self.sample_seed, update, self.sample_correct, self.weight)
 
     def has_own_loss(self) -> bool:
-        return self.fuse_loss or self.is_sharded or type(self).loss is not GrassmannHead.loss
+        return self.fuse_loss or self.is_sharded or self.sample < 1 or type(self).loss is not GrassmannHead.loss
 
     def answers_with_loss(self, request: LossRequest) -> bool:
         if type(self).loss is not GrassmannHead.loss:
             return self.training
         # The fused loss must be that of the logits, which a model may average if it has several heads.
         same = request.alone and one_loss(cross_entropy_options(request.criterion, request.target))
-        return same and (self.is_sharded or (self.training and self.fuse_loss))
+        return same and (self.is_sharded or self.samples or (self.training and self.fuse_loss))
 
     def outlier_score(self, features: Tensor) -> Tensor:
         """The part of a feature's energy that no class subspace holds, (...) in [0, 1]: 1 − max_c ‖W_c x‖²/‖x‖².
@@ -226,6 +269,8 @@ class GrassmannHead(PerClassHead):
         dims = [dims] if isinstance(dims, int) else dims
         rows = self.weight.shape[1]  # of a weight that was loaded, no class may have all of them
         learnable = isinstance(self.gamma, nn.Parameter)
+        names = ("sample", "sample_correct", "sample_seed") if self.sample < 1 else ()
+        sampling = {name: getattr(self, name) for name in names}
         return {
             "k": rows if max(dims) < rows or len(set(dims)) == 1 else dims,
             "gamma": self.initial_gamma if learnable else self.gamma,
@@ -233,6 +278,7 @@ class GrassmannHead(PerClassHead):
             "learnable_gamma": learnable,
             "riemannian": bool(self.subspace_names),
             "fuse_loss": self.fuse_loss,
+            **sampling,
             **super().options,
         }
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from grassy import geometry, shards
 from grassy.kernels.collectives import gathered
+from grassy.kernels.sampling import gradient_of_some
 from grassy.subspaces import named_subspaces
 
 _BLOCK_BYTES = 2**24
@@ -25,7 +26,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, error_if_nonfinite: bool 
     if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
         raise ValueError(f"max_norm must be a number >= 0, got {max_norm!r}")
     subspaces = {id(weight) for _, weight in named_subspaces(model)}
-    with_grad = [p for p in model.parameters() if p.grad is not None]
+    with_grad = [p for p in model.parameters() if p.grad is not None or gradient_of_some(p) is not None]
     if not with_grad:
         return torch.zeros(())
     # What is divided over the same processes is taken together: torch has no norm of divided and plain gradients.
@@ -36,19 +37,28 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, error_if_nonfinite: bool 
         raise RuntimeError("a gradient holds a NaN or an Inf, so that its norm cannot be clipped")
     parts = [_norms_of_all(params, subspaces, groups) for groups, params in together.items()]
     total = _norm(torch.cat([part.to(parts[0]) for part in parts]))
-    plain = [p for p in with_grad if not shards.is_distributed(p)]
+    plain = [p for p in with_grad if not shards.is_distributed(p) and p.grad is not None]
     torch.nn.utils.clip_grads_with_norm_(plain, max_norm, total)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for p in with_grad:
-        if shards.is_distributed(p):
-            grad = shards.local(p.grad)  # type: ignore[arg-type]
+        if shards.is_distributed(p) or p.grad is None:
+            _, grad = _here(p)
             grad.mul_(factor.to(grad.device))
     return total
 
 
+def _here(p: nn.Parameter) -> tuple[Tensor, Tensor]:
+    """The weight and the gradient that this process holds, of all its classes or of those that have got a gradient."""
+    weight = shards.local(p.detach())
+    if p.grad is not None:
+        return weight, shards.local(p.grad)
+    places, grad = gradient_of_some(p)  # type: ignore[misc]
+    return weight[places], grad
+
+
 def _holds_nonfinite(params: list[nn.Parameter], groups: tuple[Any, ...]) -> bool:
     """Whether a gradient of parameters that are divided over the same processes is not finite, in any process."""
-    grads = [shards.local(p.grad) for p in params]  # type: ignore[arg-type]
+    grads = [_here(p)[1] for p in params]
     bad = torch.stack([(~grad.isfinite()).any().to(grads[0].device) for grad in grads]).any().to(torch.uint8).reshape(1)
     for group in groups:
         bad = gathered(bad, group)
@@ -60,7 +70,7 @@ def _norms_of_all(params: list[nn.Parameter], subspaces: set[int], groups: tuple
 
     As a vector, and not a sum of squares, which may overflow.
     """
-    pairs = [(p, shards.local(p.detach()), shards.local(p.grad)) for p in params]  # type: ignore[arg-type]
+    pairs = [(p, *_here(p)) for p in params]
     norms = [_riemannian_norm(w, grad) for p, w, grad in pairs if id(p) in subspaces]
     if rest := [grad for p, _, grad in pairs if id(p) not in subspaces]:
         norms.append(torch.nn.utils.get_total_norm(rest))

@@ -177,6 +177,11 @@ class JointOptimizer(Optimizer):
             if callable(method := getattr(part, mode, None)):
                 method()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if self.riemannian is not None:
+            self.riemannian.zero_grad(set_to_none)  # gradients of a sample of classes, too
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What a GradScaler asks: whether to hand over its scale and flag, `grad_scale` and `found_inf`, and not to

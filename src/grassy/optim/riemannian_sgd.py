@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from grassy import geometry, kernels, shards
 from grassy.kernels import StepOptions
+from grassy.kernels.sampling import forget_gradient, gradient_of_some
 
 REPAIR_ABOVE, REFUSE_ABOVE = 1e-5, 0.1
 #: Keys of a group that are options of its steps.
@@ -79,6 +80,7 @@ class RiemannianSGD(Optimizer):
         # Of a GradScaler, if the whole optimizer has asked for them: see JointOptimizer.
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group in self.param_groups:
+            self._step_of_samples(group, grad_scale, found_inf)
             params = [p for p in group["params"] if p.grad is not None]
             if any(p.grad.is_sparse for p in params):
                 raise TypeError("RiemannianSGD does not take sparse gradients")
@@ -100,6 +102,41 @@ class RiemannianSGD(Optimizer):
                 **{name: group[name] for name in STEP_OPTIONS},
             )
         return loss
+
+    def _step_of_samples(self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Any) -> None:
+        """The step of the classes that took part in the update: all else keeps its weight and its momentum.
+
+        A momentum that waits stays tangent, since its subspace waits, too.
+        """
+        for p in group["params"]:
+            if (found := gradient_of_some(p)) is None:
+                continue
+            if p.grad is not None:
+                raise RuntimeError("a weight has gradients of a sample and of all classes: use one of the two losses")
+            self._create_state(p, group)
+            places, grad = found
+            buffer = self.state[p].get("momentum_buffer")
+            whole = [shards.local(p), *([] if buffer is None else [shards.local(buffer)])]
+            parts = [tensor[places] for tensor in whole]
+            kernels.geodesic_steps(
+                parts[:1],
+                [grad if grad_scale is None else grad / grad_scale.to(grad.device, non_blocking=True)],
+                [None] if buffer is None else parts[1:],
+                group["lr"],
+                group["momentum"],
+                skip=found_inf if isinstance(found_inf, Tensor) else None,
+                counts=[_counts(self.state[p], p.device)],
+                **{name: group[name] for name in STEP_OPTIONS},
+            )
+            for tensor, part in zip(whole, parts, strict=True):
+                tensor[places] = part
+            forget_gradient(p)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for p in group["params"]:
+                forget_gradient(p)
 
     @torch.no_grad()
     def create_state(self) -> None:
