@@ -13,7 +13,7 @@ def interpreted(script):
         **os.environ,
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parent),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-W", "ignore", "-c", script]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)

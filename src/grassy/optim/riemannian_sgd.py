@@ -106,7 +106,7 @@ class RiemannianSGD(Optimizer):
     def _step_of_samples(self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Any) -> None:
         """The step of the classes that took part in the update: all else keeps its weight and its momentum.
 
-        A momentum that waits stays tangent, since its subspace waits, too.
+        A momentum that waits needs no transport, since its subspace waits, too.
         """
         for p in group["params"]:
             if (found := gradient_of_some(p)) is None:

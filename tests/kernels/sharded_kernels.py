@@ -1,0 +1,61 @@
+"""The sharded loss of subspaces in one process, by each implementation: for the tests of plain torch and of kernels."""
+
+import itertools
+
+import torch
+
+from grassy import geometry
+from grassy.kernels import cross_entropy
+from grassy.kernels.sampling import Sampling, forget_gradient, gradient_of_some
+from grassy.kernels.sharded_subspaces import sharded_subspace_cross_entropy
+from grassy.shards import Shard
+
+#: The whole head, and a shard of it: some labels are elsewhere.
+SHARDS = {"whole": Shard(0, 11, 11), "part": Shard(4, 9, 11), "empty": Shard(9, 9, 11)}
+
+
+def example(shard, dtype=torch.float32):
+    torch.manual_seed(0)
+    weight = geometry.random_subspace(11, 3, 7)
+    weight[5, 1:] = 0
+    rows = torch.nn.functional.normalize(torch.randn(13, 7), dim=-1)
+    labels = torch.randint(0, 11, (13,))
+    labels[3] = -100
+    return rows.to(dtype), labels, weight[shard.offset : shard.stop].to(dtype)
+
+
+def evaluated(impl, shard, dtype=torch.float32, small=False, sampling=None, **options):
+    """Losses, and the gradients of their weighted sum; with a sample, of the classes in it."""
+    rows, labels, weight = example(shard, dtype)
+    rows.requires_grad_()
+    weight.requires_grad_()
+    before = cross_entropy.WHOLE, cross_entropy.CHUNK, cross_entropy.KEEP
+    if small:
+        cross_entropy.WHOLE, cross_entropy.CHUNK, cross_entropy.KEEP = 1, 80, 80
+    if sampling:
+        options["sampling"] = Sampling(0.4, 5, torch.tensor(2), sampling == "corrected", weight)
+    try:
+        loss = sharded_subspace_cross_entropy(rows, labels, weight, 12.0, shard, reduction="none", impl=impl, **options)
+        (loss * torch.linspace(1, 2, 13, dtype=dtype)).sum().backward()
+    finally:
+        cross_entropy.WHOLE, cross_entropy.CHUNK, cross_entropy.KEEP = before
+    if sampling:
+        places, grad = gradient_of_some(weight)
+        forget_gradient(weight)
+        dense = torch.zeros_like(weight)
+        dense[places] = grad
+        return loss.detach(), rows.grad, dense
+    return loss.detach(), rows.grad, weight.grad
+
+
+def differences(impl, shards=tuple(SHARDS), sizes=(False, True)):
+    """How far an implementation is from the specification in float64, for each kind of loss."""
+    kinds = [(0.0, None), (0.2, None), (0.0, "plain"), (0.0, "corrected")]
+    found = {}
+    for name, (smoothing, sampling), small in itertools.product(shards, kinds, sizes):
+        options = {"label_smoothing": smoothing, "sampling": sampling}
+        exact = evaluated("reference", SHARDS[name], torch.float64, **options)
+        ours = evaluated(impl, SHARDS[name], small=small, **options)
+        error = [float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(ours, exact, strict=True)]
+        found[f"{name} {smoothing} {sampling} {small}"] = error
+    return found

@@ -1,0 +1,112 @@
+"""The loss over sharded classes in one process: every implementation against the specification, and that against torch.
+
+`tests/distributed/test_sharded_head.py` has several processes.
+"""
+
+import pytest
+import torch
+from sharded_kernels import SHARDS, differences, evaluated, example
+from torch.nn import functional as F
+from triton_cases import interpreted
+
+from grassy import kernels
+from grassy.kernels.sampling import Sampling, drawn
+from grassy.kernels.sharded import sharded_cross_entropy
+from grassy.shards import Shard, bounds
+
+INTERPRETED = """
+import json
+from sharded_kernels import differences
+print(json.dumps(differences("triton", ("part",), (True,))))
+"""
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_of_all_classes_it_is_the_cross_entropy_of_torch(smoothing):
+    rows, labels, weight = example(SHARDS["whole"], torch.float64)
+    logits = kernels.subspace_logits(rows, weight, 12.0, normalize=False)
+    expected = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="none")
+    loss, _, _ = evaluated("reference", SHARDS["whole"], torch.float64, label_smoothing=smoothing)
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_chunks_of_plain_torch_agree_with_the_specification():
+    found = differences("chunks")
+    assert len(found) == 24
+    assert max(max(error) for error in found.values()) < 1e-4, found
+
+
+@pytest.mark.slow
+def test_kernels_agree_with_the_specification():
+    found = interpreted(INTERPRETED)
+    assert len(found) == 4
+    assert max(max(error) for error in found.values()) < 1e-4, found
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunks"])
+def test_a_sample_has_the_loss_of_its_classes_alone(impl):
+    """With the correction, each negative that was drawn counts 1/0.4 times in the sum of exponentials."""
+    rows, labels, weight = example(SHARDS["whole"])
+    sample = drawn(labels, SHARDS["whole"], Sampling(0.4, 5, torch.tensor(2), False, weight))
+    places, positives = sample.places.tolist(), sample.positives
+    assert set(places[:positives]) == set(labels.tolist()) - {-100}
+    assert 0 < len(places) - positives < 11 - positives
+    logits = kernels.subspace_logits(rows, weight, 12.0, normalize=False)[:, places]
+    own = torch.tensor([places.index(label) if label >= 0 else -100 for label in labels.tolist()])
+    for sampling, shift in (("plain", 0.0), ("corrected", -torch.tensor(0.4).log())):
+        moved = logits + shift * (torch.arange(len(places)) >= positives)
+        loss, _, _ = evaluated(impl, SHARDS["whole"], sampling=sampling)
+        torch.testing.assert_close(loss, F.cross_entropy(moved, own, reduction="none"))
+
+
+def test_a_label_that_is_no_class_makes_the_loss_a_nan():
+    rows, labels, weight = example(SHARDS["whole"])
+    labels[0] = 11
+    shard = SHARDS["whole"]
+    for impl in ("reference", "chunks"):
+        loss = kernels.sharded_subspace_cross_entropy(rows, labels, weight, 12.0, shard, reduction="none", impl=impl)
+        assert loss.isnan().tolist() == [True] + [False] * 12
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reduction": "max"}, "reduction must be"),
+        ({"label_smoothing": 2.0}, "label_smoothing must lie in"),
+        ({"impl": "cuda"}, "impl must be 'auto' or one of"),
+        ({"target": torch.rand(13, 11)}, "takes class indices, not probabilities"),
+        ({"target": torch.zeros(12, dtype=torch.int64)}, r"need labels of shape \(13,\)"),
+    ],
+)
+def test_wrong_options_are_refused(change, message):
+    rows, labels, weight = example(SHARDS["whole"])
+    options = {"target": labels, **change}
+    with pytest.raises(ValueError, match=message):
+        kernels.sharded_subspace_cross_entropy(rows, weight=weight, gamma=12.0, shard=SHARDS["whole"], **options)
+
+
+@pytest.mark.parametrize("classes", [1, 2, 9, 10, 4097])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_bounds_are_those_of_torch_chunk(classes, world):
+    parts = torch.arange(classes).chunk(world)
+    for rank in range(world):
+        start, stop = bounds(classes, rank, world)
+        expected = parts[rank].tolist() if rank < len(parts) else []
+        assert list(range(start, stop)) == expected
+
+
+def test_chunks_of_any_head_give_what_all_classes_at_once_give(monkeypatch):
+    torch.manual_seed(0)
+    x, weight, labels = torch.randn(6, 5, dtype=torch.float64), torch.randn(10, 5, dtype=torch.float64), torch.arange(6)
+
+    def result(impl):
+        rows, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = sharded_cross_entropy(rows, labels, lambda x, _, w: x @ w.T, [w], Shard(0, 10, 10), 0.1, impl=impl)
+        loss.backward()
+        return loss.detach(), rows.grad, w.grad
+
+    expected = result("reference")
+    monkeypatch.setattr("grassy.kernels.sharded.WHOLE", 1)
+    monkeypatch.setattr("grassy.kernels.sharded.CHUNK", 18)
+    for ours, theirs in zip(result("chunks"), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
