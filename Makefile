@@ -26,16 +26,19 @@ lint: $(VENV)/installed-dev  ## ruff and mypy
 	$(VENV)/bin/mypy
 
 # The wheel is built from the sdist, so both are tested, and installed where only the other packages of $(VENV) are seen.
-package: $(VENV)/installed-dev  ## build sdist and wheel, install the wheel into a clean environment, use it there
+package: $(VENV)/installed-dev  ## build sdist and wheel, check them, install the wheel into a clean environment, use it there
 	rm -rf dist build
 	$(RUN) -m hatchling build -t sdist -d dist
 	mkdir build && tar xzf dist/*.tar.gz -C build --strip-components 1
 	cd build && $(abspath $(RUN)) -m hatchling build -t wheel -d ../dist
+	$(RUN) -m twine check --strict dist/*
 	$(RUN) -m venv build/clean
 	build/clean/bin/python -m pip install --quiet --disable-pip-version-check --no-index --no-deps dist/*.whl
 	$(RUN) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > dependencies.pth
 	mv dependencies.pth $$(build/clean/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 	build/clean/bin/python -I .ci/smoke.py
+	cd build && $(abspath $(VENV))/bin/mypy --strict --config-file= --cache-dir mypy --follow-imports silent \
+		--python-executable clean/bin/python ../.ci/typed.py
 
 bench: $(VENV)/installed-dev  ## the cost of a step on this machine's CPU
 	$(RUN) -m benchmarks.step_cpu

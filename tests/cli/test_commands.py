@@ -10,7 +10,7 @@ from grassy import cli
 from grassy.demo import experiment as demo
 from grassy.runs.recipe import run_name
 
-DEMO = "pip install -c constraints.txt -e '.[demo]' in the source of grassy"
+DEMO = "pip install 'grassy[demo]'"
 COMMANDS = ("demo", "train", "validate", "predict", "export", "transfer", "analyze", "report", "recipes")
 
 

@@ -192,7 +192,7 @@ def test_not_a_number_is_no_agreement(checkpoint):
 def test_without_onnxruntime_the_file_is_written_and_said_to_be_unchecked(checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     file = export(checkpoint, tmp_path / "model.onnx")
-    assert capsys.readouterr().out == f"{file} has not been checked: onnxruntime is not installed\n"
+    assert capsys.readouterr().out == f"{file} has not been checked: for that, pip install onnxruntime\n"
     onnx.checker.check_model(onnx.load(file))
 
 

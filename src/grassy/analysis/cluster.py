@@ -4,10 +4,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grassy.extras import needs
+
 # The search for the best order takes ten times as long for twice the classes: 2 s for 1,000, 16 s for 2,000 of them.
 MOST_FOR_BEST_ORDER = 2000
 
 
+@needs("cluster_order", extra="report")
 @torch.no_grad()
 def cluster_order(distance: Tensor) -> Tensor:
     """A permutation (C,) of classes that puts those at a small distance (C, C) beside each other.
@@ -20,7 +23,7 @@ def cluster_order(distance: Tensor) -> Tensor:
     taken.
 
     distance is symmetric and not negative; its diagonal is not read. Angles are distances; of a similarity s take
-    ``s.max() - s``. Needs scipy, which comes with scikit-learn.
+    ``s.max() - s``. Needs scipy.
     """
     distance = torch.as_tensor(distance)
     if distance.is_complex() or distance.dtype == torch.bool:

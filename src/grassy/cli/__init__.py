@@ -13,13 +13,10 @@ from collections.abc import Sequence
 from grassy._version import __version__
 from grassy.cli import analyze, demo, export, predict, recipes, report, train, transfer, validate
 from grassy.cli.parser import Parser, add_debug, fail
+from grassy.extras import is_missing, sentence
 
 #: In the order in which `grassy --help` lists them.
 COMMANDS = (demo, train, validate, predict, export, transfer, analyze, report, recipes)
-#: Where the name of a package differs from that of its module.
-PACKAGES = {"sklearn": "scikit-learn", "yaml": "pyyaml", "tensorflow_datasets": "tensorflow-datasets"}
-#: Packages of some readers of timm, which no extra brings.
-APART = ("datasets", "webdataset", "tensorflow-datasets", "tensorflow")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,14 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return args.run(args) or 0
     except ModuleNotFoundError as error:
-        module = (error.name or "").split(".")[0]
-        if module in ("", "grassy"):
-            raise  # a mistake of ours, not a missing package
-        package = PACKAGES.get(module, module)
-        how = f"pip install -c constraints.txt -e '.[{args.extra}]' in the source of grassy"
-        if package in APART:
-            how = f"pip install {package}"
-        return fail(f"grassy {args.command} needs {package}: {how}", args)
+        if not is_missing(error):
+            raise
+        return fail(sentence(f"grassy {args.command}", error.name or "", args.extra), args)
     except (ValueError, TypeError) as error:
         return fail(str(error), args)
     except BrokenPipeError:  # the reader of our output, such as head, has had enough

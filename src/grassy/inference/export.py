@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grassy.extras import needs
 from grassy.inference.load import load
 from grassy.inference.save import publish
 from grassy.runs.atomic import write_atomically
@@ -29,6 +30,7 @@ TOLERANCE = 1e-3
 DESCRIBED = ("model", "head", "num_classes", "class_names", "img_size", "crop_pct", "interpolation", "mean", "std")
 
 
+@needs("export", extra="export")
 def export(
     checkpoint: str | os.PathLike[str],
     output: str | os.PathLike[str],
@@ -72,7 +74,7 @@ def export(
         onnx = suffix == ".onnx"
         run = _write_onnx(program, shapes, opset, text, file) if onnx else _write_pt2(program, text, file)
         if run is None:
-            print(f"{output} has not been checked: onnxruntime is not installed")
+            print(f"{output} has not been checked: for that, pip install onnxruntime")
         else:
             print(_check(model, run, (1, 3) if batch == "dynamic" else (int(batch),), description, output))
     return output

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grassy.extras import needs
 from grassy.heads.state import options_in
 from grassy.inference.hub import load_adapters, load_transformers
 from grassy.models import create_model
@@ -18,6 +19,7 @@ from grassy.runs.weights import Description, read_description, read_weights, wei
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
 
 
+@needs("grassy.load", extra="train")
 def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn.Module:
     """The trained model in a file of weights, in the folder of a run (its best) or of the hub, ready for inference.
 

@@ -19,6 +19,7 @@ from grassy.data.class_folders import image_suffixes, walk
 from grassy.data.decode import read_rgb, reason_for
 from grassy.data.transforms import Transform, eval_transform
 from grassy.distributed.processes import find_device
+from grassy.extras import needs
 from grassy.heads import heads_of
 from grassy.inference.load import load
 from grassy.runs.atomic import write_atomically
@@ -45,6 +46,7 @@ class Prediction:
     error: str | None = None
 
 
+@needs("predict", extra="train")
 def predict(
     checkpoint: str | os.PathLike[str],
     paths: Iterable[str | os.PathLike[str]],

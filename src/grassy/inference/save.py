@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import swa_utils
 
 from grassy._version import __version__
+from grassy.extras import needs
 from grassy.heads import Head, describe, heads_of
 from grassy.inference.hub import is_transformers_model, write_timm_folder, write_transformers_folder
 from grassy.inference.load import load
@@ -20,6 +21,7 @@ from grassy.runs.weights import Description, description_text, read_description,
 OTHER_FILES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".onnx", ".pt2", ".tar", ".zip", ".json", ".h5")
 
 
+@needs("grassy.save", extra="train")
 def save(
     model: nn.Module,
     path: str | os.PathLike[str],

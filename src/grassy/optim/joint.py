@@ -261,7 +261,8 @@ def _optimizer_class(base: str | type[Optimizer]) -> tuple[type[Optimizer], dict
         from timm.optim import get_optimizer_class, get_optimizer_info, list_optimizers  # type: ignore[attr-defined]
     except ImportError:
         raise ValueError(
-            f"unknown optimizer {base!r}; without timm (of grassy's extra 'train') there are {', '.join(sorted(known))}"
+            f"unknown optimizer {base!r}; there are {', '.join(sorted(known))}, and those of timm: "
+            "pip install 'grassy[train]'"
         ) from None
     names = sorted({*known, *map(str, list_optimizers())})
     if base not in names:
