@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from keyword import iskeyword
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from grassy.demo import experiment as demo
 from grassy.runs.recipe import run_name
 
 DEMO = "pip install 'grassy[demo]'"
-COMMANDS = ("demo", "train", "validate", "predict", "export", "transfer", "analyze", "report", "recipes")
+COMMANDS = ("demo", "train", "validate", "predict", "export", "transfer", "analyze", "report", "recipes", "import")
 
 
 def last_error(capsys):
@@ -114,7 +115,11 @@ def test_debug_shows_the_traceback_before_the_line_and_keeps_the_exit_code(capsy
 
 def test_every_command_has_a_file_of_its_own_name_and_shows_its_help(capsys):
     folder = Path(cli.__file__).parent
-    assert {path.stem for path in folder.glob("*.py")} == {"__init__", "parser", *COMMANDS}
+    assert {path.stem for path in folder.glob("*.py")} == {
+        "__init__",
+        "parser",
+        *(f"{name}_" if iskeyword(name) else name for name in COMMANDS),
+    }
     for name in COMMANDS:
         with pytest.raises(SystemExit) as ended:
             cli.main([name, "--help"])

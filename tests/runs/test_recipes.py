@@ -65,9 +65,10 @@ SETTINGS = [
     (rsb("a1", "a2"), {"aa": "rand-m7-mstd0.5-inc1", "aug_repeats": 3, "drop_path": 0.05}),
     (rsb("a3"), {"epochs": 100, "lr": 8e-3, "weight_decay": 0.02, "mixup": 0.1}),
     (rsb("a3"), {"aa": "rand-m6-mstd0.5-inc1", "aug_repeats": 1, "drop_path": 0.0}),
-    (rsb("a2", "a3", heads=["linear", "grassmann"]), {"smoothing": 0.0, "img_size": 224, "test resize": 256}),
+    (rsb("a2", "a3", heads=["linear", "grassmann"]), {"smoothing": 0.0, "img_size": 224}),
+    (rsb("a1", "a2", "a3", heads=["linear", "grassmann"]), {"test resize": 236, "test crop": 224}),
     (FIXRES, {"img_size": 176, "test resize": 232, "test crop": 224, "smoothing": 0.1}),
-    # Test: resize 256, crop 224; DeiT3 at 224.
+    # Test: resize 256, crop 224; RSB 236, as in the authors' configurations; DeiT3 at 224.
     (both("resnet50", "resnet50d", "resnet101d", "resnet152d", "resnext50", "vgg13bn", "swin-t"), {"test resize": 256}),
     (both("resnet50", "resnet50d", "resnet101d", "resnet152d", "resnext50", "vgg13bn", "swin-t"), {"test crop": 224}),
     (both("deit3-s"), {"test resize": 224, "test crop": 224}),

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 
 from grassy._version import __version__
-from grassy.cli import analyze, demo, export, predict, recipes, report, train, transfer, validate
+from grassy.cli import analyze, demo, export, import_, predict, recipes, report, train, transfer, validate
 from grassy.cli.parser import Parser, add_debug, fail
 from grassy.extras import is_missing, sentence
 
 #: In the order in which `grassy --help` lists them.
-COMMANDS = (demo, train, validate, predict, export, transfer, analyze, report, recipes)
+COMMANDS = (demo, train, validate, predict, export, transfer, analyze, report, recipes, import_)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

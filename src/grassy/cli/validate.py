@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from grassy.inference.validate import validate
+    from grassy.inference.validate import paper_figures, validate
 
     result = validate(run_of(args), args.data_dir, args.split, args.dataset, args.batch_size, args.workers, args.device)
     if result is None:  # another process speaks
@@ -35,3 +35,8 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(result.to_dict()))
     else:
         print(f"top-1 {result.top1:.2f}, top-5 {result.top5:.2f}, loss {result.loss:.4f} ({result.images} images)")
+        if figures := paper_figures(run_of(args)):
+            shown = [
+                f"{name} {figures[key]:.2f}" for name, key in (("top-1", "top1"), ("top-5", "top5")) if key in figures
+            ]
+            print(f"the paper: {', '.join(shown)} on the 50,000 validation images of ImageNet")

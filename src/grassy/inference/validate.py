@@ -2,9 +2,11 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from grassy import paper
 from grassy.data.batch_transforms import Preparation
 from grassy.data.run_data import open_validation
 from grassy.data.run_images import data_dir_of, run_images, run_recipe
@@ -13,6 +15,7 @@ from grassy.distributed import processes as distributed
 from grassy.inference.evaluate import Metrics, evaluate
 from grassy.inference.load import load
 from grassy.precision import amp_dtype
+from grassy.runs.paper_row import paper_row
 from grassy.runs.weights import read_description, weights_file
 
 
@@ -57,3 +60,9 @@ def validate(
     for failure in failures:
         print(f"cannot read {failure.name}: {failure.reason}", file=sys.stderr)
     return metrics
+
+
+def paper_figures(checkpoint: Path) -> dict[str, Any] | None:
+    """What the paper reports for the row that a model repeats or was imported from; None for any other model."""
+    row = paper_row(read_description(weights_file(checkpoint)))
+    return paper.figures(row) if row else None

@@ -1,0 +1,27 @@
+"""`grassy import`: a checkpoint that the paper's authors released, as a folder that all commands open."""
+
+import argparse
+from pathlib import Path
+
+from grassy.cli.parser import Commands, add_command
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "import",
+        "convert a checkpoint of the paper's authors",
+        "grassy import resnet50d_gcr8.pth --output resnet50d-gcr8",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="a checkpoint with the names of mmpretrain")
+    parser.add_argument("--output", type=Path, required=True, help="the folder to write, as for the Hugging Face hub")
+    parser.add_argument(
+        "--recipe", help="the row of the paper, such as resnet50d-rsb-a1-grassmann (default: by weights)"
+    )
+    parser.set_defaults(run=run, extra="train")
+
+
+def run(args: argparse.Namespace) -> None:
+    from grassy.inference.authors_checkpoints import import_checkpoint
+
+    print(import_checkpoint(args.file, args.output, args.recipe))

@@ -1,0 +1,212 @@
+"""The checkpoints that the paper's authors released, as models of timm: `grassy import`.
+
+They are files of mmengine with the names of mmpretrain. Some things are more than a change of names: VGG's linear
+layers are convolutions in timm, Swin merges patches in another order of channels and counts a downsampling to the stage
+before it, and DeiT3 may need its first norm in both places (see `_deit3`).
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from grassy import paper
+from grassy.inference.hub import write_timm_folder
+from grassy.models import create_model, import_timm
+from grassy.runs.inert_pickle import read_tensors
+from grassy.runs.recipe import Recipe, load_recipe, recipe_names
+from grassy.runs.weights import Description
+
+Tensors = dict[str, Tensor]
+CLASSES = 1000  # of ImageNet-1K
+#: Where the classifier may be, by the prefix of its weight.
+CLASSIFIERS = ("head.fc.", "head.layers.head.", "backbone.classifier.6.")
+KNOWN = "ResNet50-D, ResNet101-D, ResNet152-D, VGG13-BN, Swin-T and DeiT3-S"
+
+
+class Converted(NamedTuple):
+    """Weights with timm's names. k: the dimension of the subspaces, or None for a linear classifier."""
+
+    architecture: str  # as the names of recipes begin
+    k: int | None
+    weights: Tensors
+
+
+def import_checkpoint(path: Path, folder: Path, recipe_name: str | None = None) -> str:
+    """Write a released checkpoint into a folder for the hub, and return what it is, in words.
+
+    recipe_name: the row of the paper. By default that of 100 epochs (ResNet50-D has others, whose weights look alike).
+    """
+    found = convert(read_tensors(path))
+    if recipe_name is None:
+        recipe_name = f"{found.architecture}-{'linear' if found.k is None else 'grassmann'}"
+        recipe_name += "" if found.k in (None, 8) else f"-k{found.k}"
+        if recipe_name not in recipe_names():
+            raise ValueError(f"the checkpoint holds {found.architecture} with k = {found.k}, no row of the paper's")
+    recipe = load_recipe(recipe_name)
+    _check_recipe(recipe, recipe_name, found)
+    model = create_model(recipe.model, CLASSES, recipe.head, recipe.model_kwargs)
+    try:
+        model.load_state_dict(found.weights)
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit timm's {recipe.model}: {str(error).splitlines()[-1].strip()}") from None
+    description = Description(
+        model=recipe.model,
+        num_classes=CLASSES,
+        head={"gamma": 25.0, **recipe.head} if found.k else recipe.head,
+        model_kwargs=recipe.model_kwargs,
+        class_names=_class_names(),
+        img_size=recipe.test_size or recipe.img_size,
+        crop_pct=recipe.crop_pct,
+        interpolation=recipe.interpolation,
+        mean=recipe.mean,
+        std=recipe.std,
+        recipe=dataclasses.asdict(recipe),
+    )
+    write_timm_folder(model.eval(), description, folder)
+    figures = paper.figures(recipe.paper)
+    return f"{folder}: {recipe.description} ({recipe_name}); the paper reports top-1 {figures['top1']:.2f}"
+
+
+def _check_recipe(recipe: Recipe, name: str, found: Converted) -> None:
+    own = recipe.head.get("k") if recipe.head["name"] == "grassmann" else None
+    if not name.startswith(f"{found.architecture}-") or own != found.k:
+        held = f"{found.architecture} with " + ("a linear classifier" if found.k is None else f"k = {found.k}")
+        raise ValueError(f"the checkpoint holds {held}, which is not what recipe {name!r} describes")
+    if not recipe.paper:
+        raise ValueError(f"recipe {name!r} is no row of the paper")
+
+
+def _class_names() -> list[str]:
+    """The folders of ImageNet-1K in the order of the labels."""
+    import_timm()
+    from timm.data import ImageNetInfo
+
+    return [str(name) for name in ImageNetInfo().label_names()]
+
+
+def convert(state: Mapping[str, Tensor], classes: int = CLASSES) -> Converted:
+    """Weights with the names of mmpretrain, as those of a timm model with a head; a ValueError if they are unknown."""
+    state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    prefix = next((each for each in CLASSIFIERS if f"{each}weight" in state), None)
+    body = {
+        name.removeprefix("backbone."): tensor
+        for name, tensor in state.items()
+        if name.startswith("backbone.") and not (prefix and name.startswith(prefix))
+    }
+    if prefix is None or not body:
+        raise ValueError(f"the checkpoint has not the names of mmpretrain: it must hold one of {KNOWN}")
+    if "stem.0.conv.weight" in body:
+        weights, classifier, architecture = _resnet_d(body), "fc.", _depth_of_resnet(body)
+    elif "features.0.conv.weight" in body:
+        weights, classifier, architecture = _vgg(body), "head.fc.", "vgg13bn"
+    elif "stages.0.blocks.0.norm1.weight" in body:
+        weights, classifier, architecture = _swin(body), "head.fc.", "swin-t"
+    elif "layers.0.ln1.weight" in body:
+        weights, classifier, architecture = _deit3(body), "head.", "deit3-s"
+    else:
+        raise ValueError(f"the checkpoint holds another network than {KNOWN}: it has {next(iter(body))!r}")
+    head, bias = state[f"{prefix}weight"], state.get(f"{prefix}bias")
+    if bias is not None:
+        return Converted(architecture, None, weights | {f"{classifier}weight": head, f"{classifier}bias": bias})
+    if head.ndim != 2 or head.shape[0] % classes:
+        raise ValueError(f"{prefix}weight must have {classes} times k rows, got shape {tuple(head.shape)}")
+    k = head.shape[0] // classes
+    return Converted(architecture, k, weights | {f"{classifier}weight": head.reshape(classes, k, head.shape[1])})
+
+
+def _renamed(body: Mapping[str, Tensor], *patterns: tuple[str, str]) -> Tensors:
+    """Tensors under names in which the first pattern that fits is replaced; other names stay."""
+    renamed = {}
+    for name, tensor in body.items():
+        for pattern, replacement in patterns:
+            new, times = re.subn(pattern, replacement, name)
+            if times:
+                name = new
+                break
+        renamed[name] = tensor
+    return renamed
+
+
+def _resnet_d(body: Tensors) -> Tensors:
+    # Without a pooling first, theirs begins at 0; timm has an identity in its place.
+    shifted = {
+        re.sub(r"downsample\.(\d)", lambda found: f"downsample.{int(found[1]) + 1}", name)
+        if f"{name.split('.downsample.')[0]}.downsample.0.weight" in body
+        else name: tensor
+        for name, tensor in body.items()
+    }
+    return _renamed(
+        shifted,
+        (r"^stem\.0\.conv\.", "conv1.0."),
+        (r"^stem\.0\.bn\.", "conv1.1."),
+        (r"^stem\.1\.conv\.", "conv1.3."),
+        (r"^stem\.1\.bn\.", "conv1.4."),
+        (r"^stem\.2\.conv\.", "conv1.6."),
+        (r"^stem\.2\.bn\.", "bn1."),
+    )
+
+
+def _depth_of_resnet(body: Mapping[str, Tensor]) -> str:
+    blocks = len({name.split(".")[1] for name in body if name.startswith("layer3.")})
+    return {6: "resnet50d", 23: "resnet101d", 36: "resnet152d"}.get(
+        blocks, f"a ResNet-D with {blocks} blocks in layer3"
+    )
+
+
+def _vgg(body: Tensors) -> Tensors:
+    """theirs: one module for convolution, norm and activation, or for a pooling; timm has one place for each."""
+    convolutions = {int(name.split(".")[1]) for name in body if name.startswith("features.")}
+    place, places = 0, {}
+    for number in range(max(convolutions) + 1):
+        places[number] = place
+        place += 3 if number in convolutions else 1
+    weights = {}
+    for name, tensor in body.items():
+        parts = name.split(".")
+        if parts[0] == "features":
+            name = f"features.{places[int(parts[1])] + (parts[2] == 'bn')}.{parts[3]}"
+        elif name.startswith("classifier.0."):
+            name = f"pre_logits.fc1.{parts[2]}"
+            tensor = tensor.reshape(len(tensor), -1, 7, 7) if parts[2] == "weight" else tensor
+        elif name.startswith("classifier.3."):
+            name = f"pre_logits.fc2.{parts[2]}"
+            tensor = tensor[..., None, None] if parts[2] == "weight" else tensor
+        weights[name] = tensor
+    return weights
+
+
+def _swin(body: Tensors) -> Tensors:
+    kept = {name: each for name, each in body.items() if not name.endswith(("relative_position_index", "attn_mask"))}
+    for name, tensor in kept.items():
+        if ".downsample." in name:
+            kept[name] = _merged_as_timm_does(tensor)
+    last = max(int(name.split(".")[1]) for name in kept if name.startswith("stages."))
+    downsamplings = [(rf"^stages\.{stage}\.downsample\.", f"layers.{stage + 1}.downsample.") for stage in range(last)]
+    renamed = _renamed(kept, (r"\.attn\.w_msa\.", ".attn."), (r"\.ffn\.layers\.0\.0\.", ".mlp.fc1."))
+    renamed = _renamed(
+        renamed, (r"\.ffn\.layers\.1\.", ".mlp.fc2."), (r"^patch_embed\.projection\.", "patch_embed.proj.")
+    )
+    return _renamed(renamed, *downsamplings, (r"^stages\.", "layers."), (rf"^norm{last}\.", "norm."))
+
+
+def _merged_as_timm_does(tensor: Tensor) -> Tensor:
+    """Reorder the last axis from (channel, row, column), of nn.Unfold, to (column, row, channel) of timm's merging."""
+    patches = tensor.unflatten(-1, (-1, 2, 2))
+    return patches.movedim((-1, -2, -3), (-3, -2, -1)).flatten(-3)
+
+
+def _deit3(body: Tensors) -> Tensors:
+    """Since March 2023 mmpretrain applies the first norm of a layer twice and never the second, which then has never
+    been trained: scale exactly 1 and shift exactly 0. In such weights the first belongs in both places.
+    """
+    seconds = {name: tensor for name, tensor in body.items() if re.match(r"layers\.\d+\.ln2\.", name)}
+    if all(bool((tensor == float(name.endswith("weight"))).all()) for name, tensor in seconds.items()):
+        body = {**body, **{name: body[name.replace(".ln2.", ".ln1.")] for name in seconds}}
+    renamed = _renamed(body, (r"\.attn\.gamma1\.weight$", ".ls1.gamma"), (r"\.ffn\.gamma2\.weight$", ".ls2.gamma"))
+    renamed = _renamed(renamed, (r"\.ffn\.layers\.0\.0\.", ".mlp.fc1."), (r"\.ffn\.layers\.1\.", ".mlp.fc2."))
+    renamed = _renamed(renamed, (r"\.ln1\.", ".norm1."), (r"\.ln2\.", ".norm2."), (r"^ln1\.", "norm."))
+    return _renamed(renamed, (r"^patch_embed\.projection\.", "patch_embed.proj."), (r"^layers\.", "blocks."))
