@@ -1,4 +1,4 @@
-"""Sequence classification with subspaces: a small BERT, trained by the Trainer and used in a pipeline."""
+"""Sequence classification with subspaces: a small BERT, trained by the Trainer, saved and used in a pipeline."""
 
 import transformers
 from sklearn.model_selection import train_test_split
@@ -46,6 +46,8 @@ accuracy = float((predictions.predictions.argmax(-1) == predictions.label_ids).m
 error = float(grassy.geometry.orthonormality_error(model.classifier.weight.detach()))
 print(f"accuracy {accuracy:.3f}, bases are orthonormal to {error:.1e}")
 
-classify = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer, device="cpu")
+grassy.save(model, "saved-text")  # the format of transformers, with one more key in config.json
+loaded = grassy.load("saved-text")
+classify = transformers.pipeline("text-classification", model=loaded, tokenizer=tokenizer, device="cpu")
 answer = classify("Return the arithmetic mean of the data.")[0]
 print(f"the mean: {answer['label']} with probability {answer['score']:.2f}")

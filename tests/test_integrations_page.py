@@ -20,7 +20,8 @@ def test_every_test_that_the_page_names_exists():
 
 
 def test_every_row_names_a_test():
-    rows = [line for line in PAGE.splitlines() if line.startswith("|")]
+    tables = PAGE.split("## Features and no loop")[0]
+    rows = [line for line in tables.splitlines() if line.startswith("|")]
     rows = [row for row in rows if not row.startswith("|---") and not row.endswith("| test |")]
     assert len(rows) > 20
     for row in rows:

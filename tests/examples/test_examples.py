@@ -54,6 +54,8 @@ def test_trainer_with_text(run):
     found = run("trainer_text")
     trained(found, 0.7)
     assert found["answer"]["label"] in found["MODULES"]
+    same = found["loaded"].state_dict()
+    assert all(tensor.equal(same[name]) for name, tensor in found["model"].state_dict().items())
 
 
 @pytest.mark.slow
