@@ -7,6 +7,7 @@ the answer.
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -41,7 +42,7 @@ class Painted:
     def load(self, index: int) -> tuple[Any, int]:
         noise = np.random.default_rng(index).integers(0, 255, (24, 24, 3), dtype=np.uint8)
         photo = Image.fromarray(noise).resize((160, 120), Image.Resampling.BICUBIC).filter(ImageFilter.GaussianBlur(2))
-        return photo, int(self._labels[index])
+        return np.asarray(photo), int(self._labels[index])
 
     def name(self, index: int) -> str:
         return f"val/{self.class_names[self._labels[index]].split()[0]}/photo_{index:08d}.JPEG"
@@ -162,7 +163,8 @@ def main() -> None:
             if errors := window.errors():
                 raise RuntimeError(f"the page has errors: {errors}")
         version = window.run("return navigator.userAgent")
-    result = {"environment": {**environment(torch.device("cpu")), "browser": version}, **result}
+    machine = {"cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 1), "browser": version}
+    result = {"environment": {**environment(torch.device("cpu")), **machine}, **result}
     args.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 

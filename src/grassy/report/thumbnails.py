@@ -62,14 +62,15 @@ def _thumbnail(images: Images, index: int, size: int) -> str | None:
     from PIL import Image
 
     try:
-        image = Image.fromarray(images.load(index)[0])
-        small = max(image.size) <= PIXEL_ART  # the page enlarges it without smoothing
-        image.thumbnail((size, size))
-        file = io.BytesIO()
-        kind, options = ("PNG", {"optimize": True}) if small else _photo_format()
-        image.convert("RGB").save(file, kind, **options)
-    except Exception:  # whatever a broken file makes Pillow raise, a missing thumbnail is no reason to stop
+        pixels = images.load(index)[0]
+    except Exception:  # whatever a broken file makes a decoder raise, a missing thumbnail is no reason to stop
         return None
+    image = Image.fromarray(pixels)
+    small = max(image.size) <= PIXEL_ART  # the page enlarges it without smoothing
+    image.thumbnail((size, size))
+    file = io.BytesIO()
+    kind, options = ("PNG", {"optimize": True}) if small else _photo_format()
+    image.convert("RGB").save(file, kind, **options)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
