@@ -11,7 +11,7 @@ import statistics
 from pathlib import Path
 
 from benchmarks import markdown
-from studies.cifar100.claims import FEWEST, NOT_YET, Study, claims, verdict
+from studies.cifar100.claims import FEWEST, NOT_YET, Study, claims, difference, verdict
 from studies.cifar100.pictures import pictures
 from studies.cifar100.plan import CONTESTANTS, FIRST_CONTESTANTS, GOAL, HEADS, SETS, VARIANTS, Job, plan, read
 
@@ -21,6 +21,7 @@ GOAL_SEEDS = 5
 #: What trials differ in beside learning rate and weight decay.
 SCALES = ("head.k", "head.gamma", "head.scale", "head.margin", "head_lr", "head.standardize", "head.normalize")
 SCALES += ("direction",)
+NAMES_OF_SETS = {"cifar10": "transfer to CIFAR-10", "flowers": "transfer to Flowers-102", "pets": "transfer to Pets"}
 WORDS = {"head.standardize": "standardised", "head.normalize": "not normalised", "direction": "{}"}
 
 
@@ -131,34 +132,22 @@ def settings_table(study: Study) -> str:
 
 
 def summary(study: Study) -> str:
-    """For the README: heads of linear layers, cosines and subspaces, as far as they are run, by what they are."""
-    names = [name for name in [*HEADS, "grassmann-32"] if name.startswith(("softmax", "cosine", "grassmann"))]
-    metrics = {"top1": 2, "variability": 1, "transfer": 2}
-    found = {study.jobs[name].key: name for name in names if len(study.runs[name]) >= FEWEST}
+    """For the README: softmax and subspaces of the second contest, and the difference."""
+    softmax, subspaces = CONTESTANTS
+    names = {"top1": "top-1 accuracy", "transfer": "linear transfer, mean of three data sets", **NAMES_OF_SETS}
     rows = [
-        [*described(study.jobs[name]), *(study.show(name, metric, digits) for metric, digits in metrics.items())]
-        for name in found.values()
+        [name, study.show(softmax, metric), study.show(subspaces, metric), _difference(study, metric)]
+        for metric, name in names.items()
     ]
-    head = ["", "learning rate, weight decay", "top-1", "variability, °", "linear transfer, mean of 3 data sets"]
-    return table(head, rows)
+    return table(["CIFAR-100, ResNet-18, five seeds", "softmax", "subspaces", "difference (95 % CI)"], rows)
 
 
-def described(job: Job) -> list[str]:
-    """The head of a run, for readers who do not know the names of the rows, and its learning rate and weight decay."""
-    recipe = job.recipe
-    assert recipe is not None
-    head = recipe.head
-    words = {
-        "grassmann": lambda: f"subspaces, k = {head['k']}, γ = {head['gamma']:g}",
-        "cosine": lambda: f"cosine, scale {head['scale']:g}",
-    }.get(head["name"], lambda: "softmax")()
-    more = ["standardised features"] if head.get("standardize") else []
-    more += ["features not normalised"] if not head.get("normalize", True) else []
-    spectral = job.changes.get("direction") == "spectral"
-    more += ["spectral steps"] if spectral else []
-    more += [f"head's learning rate {recipe.head_lr:g}"] if recipe.head_lr and not spectral else []
-    more += ["second contest"] if job.row in CONTESTANTS else []
-    return [", ".join([words, *more]), f"{recipe.lr:g}, {recipe.weight_decay:g}"]
+def _difference(study: Study, metric: str) -> str:
+    softmax, subspaces = (study.values(row, metric) for row in CONTESTANTS)
+    if min(len(softmax), len(subspaces)) < FEWEST:
+        return NOT_YET
+    mean, low, high = difference(subspaces, softmax)
+    return f"{mean:+.2f} ({low:+.2f} to {high:+.2f})"
 
 
 def about_table(study: Study) -> str:
