@@ -1,0 +1,98 @@
+"""What a sample of the classes costs in accuracy: `python -m benchmarks.sample_accuracy DATA`.
+
+DATA holds train.npz and test.npz (x: uint8 images, y: labels), such as CIFAR-100. A small network, two layers on the
+first 256 principal components of the pixels, learns with all classes and with samples of them, corrected and not, from
+the same seeds. The batch is small, so that most classes of an update are not labels in it: with 16 rows and 100
+classes about 85. It is no state of the art: it asks for the difference between the rows of its table.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import grassy
+from benchmarks.gpu import machine, save
+from benchmarks.markdown import table
+
+ARMS: dict[str, dict[str, Any]] = {
+    "all classes": {},
+    "sample 0.5": {"sample": 0.5},
+    "sample 0.5, corrected": {"sample": 0.5, "sample_correct": True},
+    "sample 0.1": {"sample": 0.1},
+    "sample 0.1, corrected": {"sample": 0.1, "sample_correct": True},
+}
+WIDTH = 256
+
+
+def features(folder: Path, device: str) -> tuple[Tensor, ...]:
+    """The first principal components of the training pixels, to unit variance, and labels: of training and test."""
+    files = [np.load(folder / f"{split}.npz") for split in ("train", "test")]
+    x, other = (torch.from_numpy(file["x"]).flatten(1).to(device).float() / 255 for file in files)
+    y, labels = (torch.from_numpy(file["y"]).long().to(device) for file in files)
+    mean = x.mean(0)
+    x, other = x - mean, other - mean
+    _, directions = torch.linalg.eigh(x.T @ x)
+    x, other = x @ directions[:, -WIDTH:], other @ directions[:, -WIDTH:]
+    scale = x.std(0)
+    return x / scale, y, other / scale, labels
+
+
+def accuracy(arm: dict[str, Any], data: tuple[Tensor, ...], seed: int, epochs: int, batch: int) -> float:
+    """Top-1 on the test set, in percent, after some epochs with a cosine schedule."""
+    x, y, other, labels = data
+    torch.manual_seed(seed)
+    classes = int(y.max()) + 1
+    head = grassy.create_head("grassmann", WIDTH, classes, k=4, sample_seed=seed, **arm)
+    model = nn.Sequential(nn.Linear(WIDTH, 512), nn.GELU(), nn.Dropout(0.3), nn.Linear(512, WIDTH), head).to(x.device)
+    optimizer = grassy.make_optimizer(model, "adamw", lr=1e-3, weight_decay=0.05, head_lr=0.02)
+    updates = epochs * (len(x) // batch)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, updates)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(x)).split(batch)[: len(x) // batch]:
+            optimizer.zero_grad()
+            grassy.classification_loss(model, x[rows], y[rows]).backward()
+            optimizer.step()
+            schedule.step()
+    model.eval()
+    with torch.no_grad():
+        return 100 * float((model(other).argmax(-1) == labels).float().mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--rows", type=int, help="how many training images to use")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, help="where to write the results, as JSON")
+    arguments = parser.parse_args()
+    x, y, *test = features(arguments.data, arguments.device)
+    chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[: arguments.rows]
+    data = (x[chosen], y[chosen], *test)
+    found: dict[str, list[float]] = {name: [] for name in ARMS}
+    for seed in range(arguments.seeds):
+        for name, arm in ARMS.items():
+            found[name].append(accuracy(arm, data, seed, arguments.epochs, arguments.batch))
+            print(f"seed {seed}, {name}: {found[name][-1]:.2f}", flush=True)
+    whole = found["all classes"]
+    rows = []
+    for name, each in found.items():
+        gaps = [a - b for a, b in zip(each, whole, strict=True)]
+        spread = statistics.stdev(gaps) if len(gaps) > 1 and any(gaps) else 0.0
+        rows.append([name, f"{statistics.mean(each):.2f}", f"{statistics.mean(gaps):+.2f}", f"{spread:.2f}"])
+    print(table(["classes in an update", "top-1", "against all classes", "deviation over seeds"], rows))
+    if arguments.output:
+        facts = {name: getattr(arguments, name) for name in ("seeds", "epochs", "batch", "rows")}
+        device = "cuda" if arguments.device.startswith("cuda") else "cpu"
+        save({**machine(device), "data": arguments.data.name, **facts, "top-1": found}, arguments.output)
+
+
+if __name__ == "__main__":
+    main()
