@@ -26,7 +26,6 @@ import grassy
 from benchmarks.gpu import machine, need_gpu, save
 from benchmarks.markdown import table
 from benchmarks.traffic import Traffic, head_bytes, partial_fc_bytes
-from grassy.shards import bounds
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,12 @@ def measure(case: Case, device: str, repeats: int) -> dict[str, Any]:
         sharded = cost(work, device, repeats)
     finally:
         dist.destroy_process_group()
-    del head, work
+    del work
     alone = None
     if case.sample == 1:
-        start, stop = bounds(case.classes, 0, case.world)
-        whole = grassy.create_head("grassmann", case.n, stop - start, k=case.k, fuse_loss=True, device=device)
+        weight = head.weight.to_local().detach()  # type: ignore[operator, union-attr]
+        whole = grassy.create_head("grassmann", case.n, len(weight), k=case.k, fuse_loss=True, device="meta")
+        whole.weight = torch.nn.Parameter(weight)  # the same memory: there may be none for a second one
         alone = cost(update(whole, case, case.rows * case.world, device), device, repeats)
     formula = head_bytes(case.world, case.rows, case.n, precision=2 if device == "cuda" else 4)
     return {

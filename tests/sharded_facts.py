@@ -225,13 +225,23 @@ def sampled(mesh=None, correct=False, clip=None):
 
 
 def compiled(mesh):
-    """The loss and the gradient of a compiled model, without a graph break, and of the plain one."""
-    found = []
-    for how in (lambda head: head, lambda head: torch.compile(head, backend="aot_eager", fullgraph=True)):
+    """Loss and gradient, plain and compiled: of a head without a graph break, and of a model under DDP."""
+    found = {"head": [], "DDP": []}
+    for is_compiled in (False, True):
         head = grassy.distributed.shard_head(a_head("grassmann", torch.float32), mesh)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            loss = grassy.classification_loss(how(head), features(dtype=torch.float32), labels())
-            loss.backward()
-        found.append((loss.detach(), grassy.distributed.whole(head.weight.grad)))
+        head = torch.compile(head, backend="aot_eager", fullgraph=True) if is_compiled else head
+        found["head"].append(loss_and_gradient(head, features()))
+        model = grassy.distributed.shard_head(a_model(Case(options={"k": 2}, dtype=torch.float32)), mesh)
+        model = grassy.distributed.wrap(model, mesh)
+        model = torch.compile(model, backend="aot_eager") if is_compiled else model
+        found["DDP"].append(loss_and_gradient(model, features()[:, :5]))
     return found
+
+
+def loss_and_gradient(model, x):
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss = grassy.classification_loss(model, x.float(), labels())
+        loss.backward()
+    return [loss.detach(), *(grassy.distributed.whole(p.grad) for p in model.parameters())]

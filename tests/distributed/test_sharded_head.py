@@ -161,8 +161,8 @@ def test_a_sample_of_classes_does_not_depend_on_the_number_of_processes(results,
             close(each["sampled"][number][name], value)
 
 
-def test_a_compiled_sharded_head_has_no_graph_break(results):
-    if (found := results[0]["compiled"]) is not None:
-        (loss, weight), (other_loss, other_weight) = found
-        torch.testing.assert_close(loss, other_loss)
-        torch.testing.assert_close(weight, other_weight)
+def test_a_head_compiles_without_a_graph_break_and_a_model_under_ddp_compiles(results):
+    if results[0]["compiled"] is None:
+        pytest.skip("with two processes only, since compiling takes long")
+    for plain, compiled in results[0]["compiled"].values():
+        torch.testing.assert_close(compiled, plain)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grassy.kernels import collectives, dispatch
-from grassy.kernels.cross_entropy import Terms, division, observe_chunks, pieces_of, pull_back_chunks, supports
+from grassy.kernels.cross_entropy import Terms, division, observe_chunks, pieces_of, pull_back_chunks
 from grassy.kernels.logits import as_given, no_second_derivative, wants_grad
 from grassy.kernels.reference import subspace_logits
 from grassy.kernels.sampling import Sampling, TakeClasses, drawn, places_of
@@ -28,8 +28,6 @@ from grassy.kernels.sharded import (
     scattered_gradient,
 )
 from grassy.shards import Shard
-
-IMPLEMENTATIONS = ("triton", "chunks", "reference")
 
 
 def sharded_subspace_cross_entropy(
@@ -52,8 +50,6 @@ def sharded_subspace_cross_entropy(
     impl: "auto"; "triton" or "chunks", by kernels or in plain torch, for float32 and bfloat16; or "reference".
     """
     check(rows, target, label_smoothing, reduction)
-    if impl not in ("auto", *IMPLEMENTATIONS):
-        raise ValueError(f"impl must be 'auto' or one of {IMPLEMENTATIONS}, got {impl!r}")
     if sampling is not None and label_smoothing:
         raise ValueError(
             f"label_smoothing is a share of all classes, so with a sample of them it must be 0, got {label_smoothing!r}"
@@ -66,7 +62,7 @@ def sharded_subspace_cross_entropy(
         places, sampled_from = places_of(labels, shard, sample), sample.positives
         shift = -math.log(sampling.rate) if sampling.correct else 0.0
         weight = applied(TakeClasses, weight, sample.places, (sampling.parameter,))
-    chosen = _chosen(impl, flat, weight, labels)
+    chosen = dispatch.choose_loss(impl, flat, weight, labels, 1.0)
     if chosen == "reference":
         shifts = weight.new_zeros(weight.shape[0])
         shifts[sampled_from:] = shift
@@ -80,22 +76,6 @@ def sharded_subspace_cross_entropy(
         settings = (float(gamma), sampled_from, shift, chosen == "triton")
         loss = applied(_Fused, flat, weight, labels, places, settings, shard, terms, wants_grad(flat, weight))
     return reduced(loss, target.long(), reduction, ignore_index)
-
-
-def _chosen(impl: str, rows: Tensor, weight: Tensor, labels: Tensor) -> str:
-    if impl == "reference":
-        return impl
-    # Rows are in the precision of the product already, whatever autocast says.
-    unsupported = supports(rows.float(), weight, labels, 1.0)
-    if unsupported is None and rows.dtype not in (torch.float32, torch.bfloat16):
-        unsupported = "it computes in float32 and bfloat16"
-    if impl == "auto":
-        if unsupported is not None:
-            return "reference"
-        return dispatch.choose_loss("auto", rows.float(), weight, labels, 1.0)
-    if unsupported is not None:
-        raise RuntimeError(f"impl={impl!r} cannot be used here: {unsupported}")
-    return dispatch.choose_loss(impl, rows.float(), weight, labels, 1.0)
 
 
 class _Fused(torch.autograd.Function):
