@@ -20,6 +20,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("--topk", type=int, default=5, help="how many classes to give for an image (default: 5)")
     parser.add_argument("--output", type=Path, help="a .csv or .jsonl file; without it, lines on the terminal")
     parser.add_argument("--batch-size", type=int, default=64, help="images at a time (default: 64)")
+    parser.add_argument(
+        "--outlier-threshold", type=float, help="score above which an image is flagged (default: that of the model)"
+    )
     add_device(parser)
     parser.set_defaults(run=run, extra="train")
 
@@ -32,6 +35,6 @@ def run(args: argparse.Namespace) -> None:
     if not images:
         raise ValueError(f"which images? give them after the run, as in: grassy predict RUN {run}")
     files = find_images(images)
-    predictions = predict_files(run, files, args.topk, args.batch_size, args.device)
+    predictions = predict_files(run, files, args.topk, args.batch_size, args.device, args.outlier_threshold)
     if write_predictions(predictions, args.output, total=len(files)) == len(files):
         raise ValueError("none of the images could be read")

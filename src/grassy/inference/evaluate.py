@@ -13,6 +13,7 @@ from grassy.distributed import processes as distributed
 from grassy.heads import heads_of
 from grassy.heads.per_class import PerClassHead
 from grassy.inference.effective_rank import SubspaceUse
+from grassy.inference.outliers import OutlierScores, threshold_of
 from grassy.runs.schema import finite
 
 
@@ -21,6 +22,7 @@ class Metrics:
     """Mean cross-entropy of the logits, and accuracies in percent, over so many images.
 
     effective_rank: how many directions of its subspace a class uses, in the mean; None without subspaces.
+    outlier_threshold: the outlier score that one in twenty of the images is above; None if they have no scores.
     """
 
     loss: float
@@ -28,6 +30,7 @@ class Metrics:
     top5: float
     images: int
     effective_rank: float | None = None
+    outlier_threshold: float | None = None
 
     def to_dict(self) -> dict[str, float | None]:
         """For JSON: a loss that is not finite is None."""
@@ -51,7 +54,8 @@ def evaluate(
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     failures: list[Failure] = []
-    with SubspaceUse(model) as use:
+    scores: list[float] = []
+    with SubspaceUse(model) as use, OutlierScores(model) as outliers:
         for batch in in_step(batches, sharded):
             failures += batch.failures
             if not batch.images.numel():  # not one that would tell how large its images are
@@ -60,20 +64,23 @@ def evaluate(
             with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
                 losses, best = judged(model, images, labels)
             use.add(labels)
+            of_batch = outliers.of_last()
             read = labels >= 0
+            scores += [] if of_batch is None else of_batch[read].tolist()
             counts = (losses * read, best[:, 0] & read, best.any(1) & read, read)
             sums += torch.stack([count.double().sum() for count in counts])
     for module, training in zip(model.modules(), was_training, strict=True):
         module.training = training
     if sharded:
         sums, failures = distributed.summed(sums), distributed.gathered(failures)
+        scores = distributed.gathered(scores)
     rank = use.effective_rank(sharded)
     loss, top1, top5, images_read = sums.tolist()
     if not images_read:
         first = f", {failures[0].name} first: {failures[0].reason}" if failures else ""
         raise ValueError(f"none of the images could be read{first}")
     top1, top5 = 100 * top1 / images_read, 100 * top5 / images_read
-    return Metrics(loss / images_read, top1, top5, int(images_read), rank), failures
+    return Metrics(loss / images_read, top1, top5, int(images_read), rank, threshold_of(scores)), failures
 
 
 def judged(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from grassy.extras import needs
 from grassy.inference.load import load
+from grassy.inference.outliers import OutlierScores, can_be_exported
 from grassy.inference.save import publish
 from grassy.runs.atomic import write_atomically
 from grassy.runs.hub import is_folder_of_hub
@@ -26,8 +27,13 @@ from grassy.spelling import nearest
 FORMATS = (".onnx", ".pt2")
 #: How far the logits of the file may be from the model's, as a part of the largest logit.
 TOLERANCE = 1e-3
+#: What an .onnx file gives, in this order.
+OUTPUTS = ["logits", "outlier_score"]
 #: What the file says about the images it takes and the classes it knows.
-DESCRIBED = ("model", "head", "num_classes", "class_names", "img_size", "crop_pct", "interpolation", "mean", "std")
+DESCRIBED = (
+    *("model", "head", "num_classes", "class_names", "img_size", "crop_pct", "interpolation", "mean", "std"),
+    *("outlier_threshold", "outlier_rate"),
+)
 
 
 @needs("export", extra="export")
@@ -41,7 +47,8 @@ def export(
 
     Or, if `output` has no suffix, to a folder for the Hugging Face hub (see `grassy.save`).
 
-    The file takes normalised "images" (B, 3, S, S) of float32 and gives "logits" (B, C). It holds, as JSON under the
+    The file takes normalised "images" (B, 3, S, S) of float32 and gives "logits" (B, C). An .onnx file also gives
+    "outlier_score" (B,), if the model has one head on features. It holds, as JSON under the
     name "grassy" (in .pt2 the extra file "grassy.json"), the class names and how images are prepared.
 
     batch: "dynamic" for any number of images, or the one number that the file will take.
@@ -66,12 +73,12 @@ def export(
         raise ValueError(f"{output} is a folder: name the file to write")
     weights = weights_file(Path(checkpoint))
     description = read_description(weights)
-    model = _Classifier(load(weights)).eval()
+    onnx = suffix == ".onnx"
+    model = _Classifier(load(weights), onnx).eval()
     shapes = {"images": {0: torch.export.Dim("batch", min=1)} if batch == "dynamic" else None}
     program = _traced(model, _images(2 if batch == "dynamic" else int(batch), description), shapes)
     text = json.dumps({name: getattr(description, name) for name in DESCRIBED})
     with _all_or_nothing(output) as file:
-        onnx = suffix == ".onnx"
         run = _write_onnx(program, shapes, opset, text, file) if onnx else _write_pt2(program, text, file)
         if run is None:
             print(f"{output} has not been checked: for that, pip install onnxruntime")
@@ -81,17 +88,20 @@ def export(
 
 
 class _Classifier(nn.Module):
-    """The model with an input that is called `images`, whatever its author called it."""
+    """The model with an input that is called `images`, whatever its author called it; with outlier scores if it has."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, scored: bool) -> None:
         super().__init__()
         self.model = model
+        self.scores = OutlierScores(model).__enter__() if scored and can_be_exported(model) else None
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.model(images)
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        logits: Tensor = self.model(images)
+        scores = None if self.scores is None else self.scores.of_last()
+        return logits if scores is None else (logits, scores)
 
 
-Run = Callable[[Tensor], Tensor]
+Run = Callable[[Tensor], Any]
 
 
 def _traced(model: nn.Module, images: Tensor, shapes: dict[str, Any]) -> torch.export.ExportedProgram:
@@ -122,7 +132,7 @@ def _write_onnx(
             dynamo=True,
             dynamic_shapes=shapes,  # for the name of the dimension
             input_names=["images"],
-            output_names=["logits"],
+            output_names=OUTPUTS[: len(program.graph_signature.user_outputs)],
             opset_version=opset,
             verbose=False,
         )
@@ -139,7 +149,7 @@ def _write_onnx(
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors; it warns of what it optimises
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+    return lambda images: tuple(map(torch.from_numpy, session.run(None, {"images": images.numpy()})))
 
 
 def _write_pt2(program: torch.export.ExportedProgram, text: str, file: Path) -> Run:
@@ -157,15 +167,20 @@ def _check(model: nn.Module, run: Run, batches: tuple[int, ...], description: De
     with torch.no_grad():
         for batch in batches:  # not the one it was traced with
             images = _images(batch, description)
-            expected, found = model(images), run(images)
-            if found.shape != expected.shape:
-                raise ValueError(f"{output} gives {tuple(found.shape)} where the model gives {tuple(expected.shape)}")
-            difference = max(difference, float((found - expected).abs().max().nan_to_num(torch.inf)))
-            largest = max(largest, float(expected.abs().max()))
+            for expected, found in zip(_outputs(model(images)), _outputs(run(images)), strict=True):
+                if found.shape != expected.shape:
+                    shapes = tuple(found.shape), tuple(expected.shape)
+                    raise ValueError(f"{output} gives {shapes[0]} where the model gives {shapes[1]}")
+                difference = max(difference, float((found - expected).abs().max().nan_to_num(torch.inf)))
+                largest = max(largest, float(expected.abs().max()))
     agreement = f"largest difference from the model {difference:.1e}, of logits up to {largest:.3g}"
     if not difference <= TOLERANCE * max(1.0, largest):
         raise ValueError(f"{output} has not been kept: {agreement}, which is more than {TOLERANCE:g} of it")
     return f"{output}: {agreement}"
+
+
+def _outputs(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _images(batch: int, description: Description) -> Tensor:

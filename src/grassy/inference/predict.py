@@ -2,6 +2,7 @@
 
 import codecs
 import csv
+import dataclasses
 import itertools
 import json
 import os
@@ -20,8 +21,8 @@ from grassy.data.decode import read_rgb, reason_for
 from grassy.data.transforms import Transform, eval_transform
 from grassy.distributed.processes import find_device
 from grassy.extras import needs
-from grassy.heads import heads_of
 from grassy.inference.load import load
+from grassy.inference.outliers import OutlierScores
 from grassy.runs.atomic import write_atomically
 from grassy.runs.weights import Description, read_description, weights_file
 from grassy.spelling import nearest
@@ -37,12 +38,14 @@ class Prediction:
 
     labels: names of classes, or their numbers where the training data had no names.
     outlier_score: of the head, in [0, 1]; None for a model with several heads, or with a head on a map.
+    outlier: whether that is above the threshold of the model; None if there is no score or no threshold.
     """
 
     path: Path
     labels: tuple[str, ...] = ()
     probabilities: tuple[float, ...] = ()
     outlier_score: float | None = None
+    outlier: bool | None = None
     error: str | None = None
 
 
@@ -53,16 +56,18 @@ def predict(
     topk: int = 5,
     batch_size: int = 64,
     device: torch.device | str | None = None,
+    outlier_threshold: float | None = None,
 ) -> Iterator[Prediction]:
     """Predictions for image files and all images in folders, in the order of `paths`.
 
     checkpoint: a file of weights, or the folder of a run.
     device: None or "auto" for a GPU if there is one.
+    outlier_threshold: None for that of the model, which one in twenty of its validation images was above.
 
     What is wrong with the arguments raises here, before the first prediction. An image that cannot be read is a
     prediction with an error, and the others go on.
     """
-    return predict_files(checkpoint, find_images(paths), topk, batch_size, device)
+    return predict_files(checkpoint, find_images(paths), topk, batch_size, device, outlier_threshold)
 
 
 def predict_files(
@@ -71,16 +76,21 @@ def predict_files(
     topk: int = 5,
     batch_size: int = 64,
     device: torch.device | str | None = None,
+    outlier_threshold: float | None = None,
 ) -> Iterator[Prediction]:
     """`predict` for what `find_images` found, which need not be readable."""
     for name, value in (("topk", topk), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    if outlier_threshold is not None and not 0 <= outlier_threshold <= 1:
+        raise ValueError(f"outlier_threshold must lie in [0, 1], got {outlier_threshold}")
     chosen = device if isinstance(device, torch.device) else find_device(device or "auto")
     weights = weights_file(Path(checkpoint))
     description = read_description(weights)
     model = load(weights, chosen)
     transform = eval_transform(description.img_size, description.crop_pct, description.interpolation)
+    if outlier_threshold is not None:
+        description = dataclasses.replace(description, outlier_threshold=outlier_threshold)
     return _predictions(model, description, transform, files, topk, batch_size, chosen)
 
 
@@ -118,17 +128,19 @@ def _predictions(
     device: torch.device,
 ) -> Iterator[Prediction]:
     mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in (description.mean, description.std))
-    score = _with_outlier_scores(model)
+    scores = OutlierScores(model).__enter__()  # for as long as the model is used, which is here alone
     for batch in _read_ahead(files, batch_size, transform):
         images = [image for _, image in batch if isinstance(image, Tensor)]
         rows: Iterator[tuple[Any, ...]] = iter(())
         if images:
             try:
                 pixels = torch.stack(images).to(device).float() / 255
-                logits, outliers = score((pixels - mean) / std)
+                logits = model((pixels - mean) / std)
+                found = scores.of_last()
             except torch.OutOfMemoryError:
                 raise ValueError(f"{device} has no memory for batches of {batch_size}: give a smaller size") from None
             best = logits.float().softmax(-1).topk(min(topk, logits.shape[-1]))
+            outliers = [None] * len(images) if found is None else found.tolist()
             rows = zip(best.indices.tolist(), best.values.tolist(), outliers, strict=True)
         for path, image in batch:
             yield Prediction(path, error=image) if isinstance(image, str) else _named(path, description, *next(rows))
@@ -141,26 +153,9 @@ def _named(
         return Prediction(path, error="the model's logits for it are not finite")
     names = description.class_names or []  # a head may have more classes than the data had
     labels = tuple(names[index] if index < len(names) else str(index) for index in classes)
-    return Prediction(path, labels, tuple(probabilities), outlier)
-
-
-def _with_outlier_scores(model: nn.Module) -> Callable[[Tensor], tuple[Tensor, list[float | None]]]:
-    """The model as a function from images to logits (B, C) and outlier scores, B of them."""
-    features: list[Tensor] = []
-    heads = heads_of(model)
-    if len(heads) == 1:
-        # What reaches the head differs from model to model, in name and in place; a hook sees it in all of them.
-        heads[0].register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
-
-    def score(images: Tensor) -> tuple[Tensor, list[float | None]]:
-        features.clear()
-        logits = model(images)
-        outliers = heads[0].outlier_score(features[0]) if len(features) == 1 else None
-        if outliers is None or outliers.numel() != len(images):
-            return logits, [None] * len(images)
-        return logits, outliers.flatten().tolist()
-
-    return score
+    limit = description.outlier_threshold
+    flagged = None if outlier is None or limit is None else outlier > limit
+    return Prediction(path, labels, tuple(probabilities), outlier, flagged)
 
 
 def _read_ahead(files: Sequence[Path], size: int, transform: Transform) -> Iterator[list[tuple[Path, Tensor | str]]]:
@@ -197,14 +192,15 @@ def write_predictions(
     output = None if output is None else Path(output)
     check_output(output)
     failures: list[Prediction] = []
-    count = 0
+    count = flagged = 0
     # Lines on the same terminal would break the bar.
     shown = total is not None and total >= MANY and not (output is None and sys.stdout.isatty())
 
     def counted() -> Iterator[Prediction]:
-        nonlocal count
+        nonlocal count, flagged
         for prediction in predictions:
             count += 1
+            flagged += bool(prediction.outlier)
             if prediction.error is not None:
                 failures.append(prediction)
             yield prediction
@@ -218,6 +214,9 @@ def write_predictions(
             write_atomically(output, lambda file: write(counted(), file))
     if output is not None:
         print(f"Saved {output}, predictions for {count - len(failures)} images", file=sys.stderr)
+    if flagged:
+        what = f"{flagged} of {count - len(failures)} images look like none of the classes"
+        print(f"{what}: their outlier score is above the threshold", file=sys.stderr)
     if failures:
         print(f"grassy: {len(failures)} of {count} images could not be read", file=sys.stderr)
         if output is not None:  # on the terminal they have been named in their place
@@ -253,7 +252,7 @@ def _print(predictions: Iterator[Prediction]) -> None:
                 f"{p:7.2%} {name:<{label_width}}" for name, p in zip(row, prediction.probabilities, strict=True)
             ]
             if prediction.outlier_score is not None:
-                columns.append(f"outlier {prediction.outlier_score:.3f}")
+                columns.append(f"outlier {prediction.outlier_score:.3f}{' FLAGGED' if prediction.outlier else ''}")
             if prediction.error is not None:
                 columns.append(f"error: {printable(prediction.error)}")
             print("  ".join(columns).rstrip())
@@ -261,7 +260,7 @@ def _print(predictions: Iterator[Prediction]) -> None:
 
 
 def _write_csv(predictions: Iterator[Prediction], file: IO[bytes]) -> None:
-    """One row per image: path, label_1, probability_1, label_2, ..., outlier_score, error.
+    """One row per image: path, label_1, probability_1, label_2, ..., outlier_score, outlier, error.
 
     Names are other people's: no cell begins as a formula of a spreadsheet does.
     """
@@ -275,11 +274,11 @@ def _write_csv(predictions: Iterator[Prediction], file: IO[bytes]) -> None:
     # A name of a file is bytes: those that are not UTF-8 are written as they are. The lines end as in RFC 4180; with
     # another ending, csv would leave a carriage return in a name unquoted.
     writer = csv.writer(codecs.getwriter("utf-8")(file, "surrogateescape"))
-    writer.writerow(["path", *ranks, "outlier_score", "error"])
+    writer.writerow(["path", *ranks, "outlier_score", "outlier", "error"])
     for p in itertools.chain(first, predictions):
         labels = map(spreadsheet_safe, p.labels)
         pairs = list(itertools.chain.from_iterable(zip(labels, p.probabilities, strict=True))) or [""] * 2 * k
-        writer.writerow([_path_in_csv(p.path), *pairs, p.outlier_score, spreadsheet_safe(p.error or "")])
+        writer.writerow([_path_in_csv(p.path), *pairs, p.outlier_score, p.outlier, spreadsheet_safe(p.error or "")])
 
 
 def _path_in_csv(path: Path) -> str:
@@ -294,6 +293,7 @@ def _write_json_lines(predictions: Iterator[Prediction], file: IO[bytes]) -> Non
         content: dict[str, Any] = {"path": str(p.path)}
         if p.error is None:
             content |= {"labels": p.labels, "probabilities": p.probabilities, "outlier_score": p.outlier_score}
+            content |= {} if p.outlier is None else {"outlier": p.outlier}
         else:
             content["error"] = p.error
         file.write(json.dumps(content).encode() + b"\n")

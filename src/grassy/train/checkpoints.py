@@ -14,12 +14,16 @@ from grassy.data.stream_loader import StreamLoader
 from grassy.distributed import processes as distributed
 from grassy.distributed.state import load_state, newest, read_plain, save_state
 from grassy.inference.evaluate import Metrics
+from grassy.inference.outliers import RATE
 from grassy.runs.folder import RunFolder, check_same_run
 from grassy.runs.state import SAVES, read_torch
 from grassy.runs.weights import BEST_SAVES, Description, description_text
 from grassy.train.dividing import is_divided
 from grassy.train.run import Run
 from grassy.train.trouble import stop_if_not_finite
+
+#: What has a place of its own in a description, beside the metrics.
+APART = ("epoch", "outlier_threshold")
 
 
 @dataclass
@@ -197,7 +201,9 @@ class Checkpoints:
             img_size=recipe.test_size or recipe.img_size,
             recipe=recipe.to_dict(),
             epoch=row.get("epoch"),
-            metrics={key: value for key, value in row.items() if value is not None and key != "epoch"},
+            metrics={key: value for key, value in row.items() if value is not None and key not in APART},
+            outlier_threshold=row.get("outlier_threshold"),
+            outlier_rate=None if row.get("outlier_threshold") is None else RATE,
             version=__version__,
         )
 

@@ -9,10 +9,12 @@ import torch
 from grassy.data.loader import Failure
 from grassy.distributed import is_sharded
 from grassy.distributed import processes as distributed
+from grassy.heads import GrassmannHead, heads_of
 from grassy.inference.evaluate import Metrics
 from grassy.optim.joint import GRASSMANN, MANIFOLD
 from grassy.runs import records
 from grassy.train import diagnostics
+from grassy.train.advice import what_is_off
 from grassy.train.dividing import is_divided
 from grassy.train.input_wait import InputWait, advice
 from grassy.train.progress import Progress
@@ -94,6 +96,10 @@ class Reporter:
             records.save_summary(self.run.output, position.rows)
             self.curves.add(self._scalars(row), position.done)
         self.progress.end_of_epoch(position.epoch, row["train_loss"], metrics, position.seconds)
+        if metrics is not None and position.epoch + 1 == self.run.recipe.epochs:
+            heads = [head for head in heads_of(self.run.trained.model) if isinstance(head, GrassmannHead)]
+            for line in what_is_off(metrics, self.run.data.num_classes, heads[0] if heads else None):
+                self.say(line)
 
     def tell_of_unreadable(self) -> None:
         """Name an image that cannot be read once, and count them all. All processes must call it."""
@@ -124,6 +130,7 @@ class Reporter:
             "head_lr": rates.get(GRASSMANN),
             "seconds": self.run.position.seconds,
             "eval_effective_rank": None if metrics is None else metrics.effective_rank,
+            "outlier_threshold": None if metrics is None else metrics.outlier_threshold,
             "input_share": self.input_wait.share,
         }
 
