@@ -140,6 +140,20 @@ def test_zero_grad_forgets_the_gradient_of_a_sample():
     assert torch.equal(model[1].weight, before)
 
 
+def test_a_scaled_loss_makes_the_same_step():
+    weights = []
+    for scale in (1.0, 1024.0):
+        model = a_model(sample=0.1)
+        optimizer = grassy.make_optimizer(model, "sgd", lr=0.1)
+        scaler = grassy.distributed.GradScaler("cpu", init_scale=scale)
+        loss = grassy.classification_loss(model, torch.ones(8, 5), torch.arange(8))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        weights.append(model[1].weight.detach())
+    assert not torch.equal(weights[0], a_model()[1].weight)
+    assert torch.equal(weights[1], weights[0])  # a power of two changes no digit
+
+
 def test_gamma_follows_the_number_of_classes_that_the_softmax_sees():
     assert (
         grassy.create_head("grassmann", 64, 10_000, k=2, gamma="auto", sample=0.1).gamma

@@ -20,6 +20,7 @@ from grassy.data.device_loader import ResidentLoader
 from grassy.data.loader import Batch, Failure, seed_of
 from grassy.distributed import GradScaler
 from grassy.distributed import processes as distributed
+from grassy.heads import heads_of
 from grassy.loss import classification_loss
 from grassy.optim import clip_grad_norm_
 from grassy.shards import is_distributed, local
@@ -45,7 +46,9 @@ class TrainingStep:
     ) -> None:
         self.model, self.optimizer, self.criterion, self.prepare = model, optimizer, criterion, prepare
         self.device, self.amp_dtype, self.clip_grad, self.skip_nonfinite = device, amp_dtype, clip_grad, skip_nonfinite
-        kind = GradScaler if any(map(is_distributed, model.parameters())) else torch.amp.GradScaler
+        divided = any(map(is_distributed, model.parameters()))
+        sampled = any(getattr(head, "sample", 1.0) < 1 for head in heads_of(model))
+        kind = GradScaler if divided or sampled else torch.amp.GradScaler
         self.scaler = kind(device.type, enabled=amp_dtype is torch.float16)
         self.losses = torch.zeros(2, device=device)  # their sum and their number, since the epoch began
         self.number = torch.zeros((), dtype=torch.int64, device=device)
