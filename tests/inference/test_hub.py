@@ -421,10 +421,12 @@ def test_commands_open_a_folder_that_was_published_from_a_run(tmp_path):
     assert [each.probabilities for each in found] == [each.probabilities for each in same]
     card = (tmp_path / "hub" / CARD).read_text()
     about = read_description(RUN / "model_best.safetensors")
-    for figure in about.metrics.values():
-        assert f"{figure:.4g}" in card
+    for name in ("eval_top1", "eval_loss", "train_loss"):
+        assert f"| {name.replace('_', ' ')} | {about.metrics[name]:.4g} |" in card
+    assert "| lr |" not in card
     assert f"after epoch {about.epoch}" in card
-    assert f'- opt: `"{about.recipe["opt"]}"`' in card
+    assert f"- epochs: `{about.recipe['epochs']}`" in card
+    assert "- hflip" not in card  # which is the default
     assert "library_name: timm" in card
 
 
@@ -432,6 +434,10 @@ def test_export_writes_a_folder_for_the_hub(tmp_path):
     assert export(RUN, tmp_path / "hub") == tmp_path / "hub"
     assert (tmp_path / "hub" / CONFIG).is_file()
     assert torch.equal(grassy.load(tmp_path / "hub").head.weight, grassy.load(RUN).head.weight)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    with pytest.raises(ValueError, match=r"full holds other files: name an \.onnx or \.pt2 file, or a new folder"):
+        export(RUN, tmp_path / "full")
 
 
 def test_a_card_that_was_written_by_hand_stays_and_a_new_one_tells_the_metrics(tmp_path):

@@ -10,14 +10,14 @@ def add(commands: Commands) -> None:
     parser = add_command(
         commands,
         "export",
-        "write a trained model as one ONNX or .pt2 file",
+        "write a trained model as one ONNX or .pt2 file, or for the Hugging Face hub",
         "grassy export runs/finetune --output model.onnx",
     )
     add_run(parser)
     parser.add_argument(
         "--output",
         type=Path,
-        help=".onnx, or .pt2 for torch.export (default: model.onnx in RUN)",
+        help=".onnx, .pt2 for torch.export, or a folder for the Hugging Face hub (default: model.onnx in RUN)",
     )
     parser.add_argument(
         "--batch-size", default="dynamic", help="dynamic (any number of images, the default) or a number"

@@ -60,6 +60,8 @@ def export(
     output = Path(output)
     suffix = output.suffix.lower()
     to_folder = not suffix and (not output.is_dir() or is_folder_of_hub(output))
+    if not suffix and not to_folder:
+        raise ValueError(f"{output} holds other files: name an .onnx or .pt2 file, or a new folder for the hub")
     if suffix not in FORMATS and not to_folder:
         hint = nearest(suffix, FORMATS)
         raise ValueError(f"models are exported to {' or '.join(FORMATS)} files, got {str(output)!r}{hint}")

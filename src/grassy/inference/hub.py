@@ -17,9 +17,13 @@ from grassy.inference.model_card import model_card
 from grassy.models import import_timm
 from grassy.runs.atomic import write_atomically
 from grassy.runs.hub import CARD, CONFIG, HEAD, WEIGHTS
+from grassy.runs.recipe import DEFAULTS
 from grassy.runs.schema import check_head
 from grassy.runs.weights import Description, save_weights
 from grassy.surgery import replace_head
+
+#: Columns of a run's table that say nothing about how good a model is.
+NO_RESULTS = ("lr", "head_lr", "seconds")
 
 
 def write_timm_folder(model: nn.Module, description: Description, folder: Path) -> None:
@@ -34,12 +38,19 @@ def write_timm_folder(model: nn.Module, description: Description, folder: Path) 
         head=description.head,
         classes=description.num_classes,
         facts={"image_size": description.img_size},
-        metrics=description.metrics,
+        metrics={name: value for name, value in description.metrics.items() if name not in NO_RESULTS},
         epoch=description.epoch,
-        recipe=description.recipe,
+        recipe=_changed_settings(description.recipe),
     )
     _write_card(card, folder)
     write_atomically(folder / CONFIG, lambda file: file.write(config))  # last: with it the folder is complete
+
+
+def _changed_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run that are not the default, without paths of the machine that it ran on."""
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in DEFAULTS.items()}
+    own = {name: list(value) if isinstance(value, tuple) else value for name, value in recipe.items()}
+    return {name: value for name, value in own.items() if name != "initial_checkpoint" and value != plain.get(name)}
 
 
 def _timm_config(model: nn.Module, about: Description) -> bytes:
