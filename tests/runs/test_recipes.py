@@ -74,8 +74,8 @@ SETTINGS = [
     (both("deit3-s"), {"test resize": 224, "test crop": 224}),
     (both("swin-t", "deit3-s") + rsb("a1", "a2", "a3"), {"interpolation": "bicubic"}),
     # gamma 25, k 8 unless stated
-    ([n for n in NAMES if "grassmann" in n and not re.search("gamma|digits|unnormalized", n)], {"head.gamma": 25}),
-    ([n for n in NAMES if "grassmann" in n and not re.search(r"-k\d|digits", n)], {"head.k": 8}),
+    ([n for n in NAMES if "grassmann" in n and not re.search("gamma|digits|unnormalized|faces|imagenet21k", n)], {"head.gamma": 25}),
+    ([n for n in NAMES if "grassmann" in n and not re.search(r"-k\d|digits|faces", n)], {"head.k": 8}),
     *(([f"resnet50d-grassmann-k{k}", f"cifar100-resnet18-grassmann-k{k}"], {"head.k": k}) for k in (1, 4, 16, 32)),
     (["cifar100-resnet18-grassmann-k2"], {"head.k": 2}),
     *(([f"resnet50d-grassmann-gamma{gamma}"], {"head.gamma": gamma}) for gamma in (20, 30)),
@@ -125,6 +125,9 @@ SETTINGS = [
         {"img_size": 32, "test resize": 32, "crop": "padded", "padding": 4},
     ),
     ([n for n in NAMES if n.startswith("cifar100")], {"model": "resnet18_cifar", "dataset": ""}),
+    # not in the paper: more classes than a GPU should hold
+    (["faces-resnet50-grassmann"], {"model": "resnet50", "img_size": 112, "test resize": 112, "crop": "none"}),
+    (["imagenet21k-resnet50d-grassmann"], {"model": "resnet50d", "epochs": 30, "head.gamma": "auto", "test crop": 224}),
     # timm's names of the architectures
     (both("resnext50"), {"model": "resnext50_32x4d"}),
     (both("vgg13bn"), {"model": "vgg13_bn"}),
@@ -167,7 +170,7 @@ def test_a_recipe_has_a_description_of_one_line_and_names_a_row_of_the_paper_or_
     recipe = load_recipe(name)
     assert recipe.description
     assert "\n" not in recipe.description
-    assert recipe.paper == ("" if name.startswith(("cifar100", "digits", "finetune")) else name)
+    assert recipe.paper == ("" if name.startswith(("cifar100", "digits", "finetune", "faces", "imagenet21k")) else name)
     assert not recipe.paper or paper.figures(recipe.paper)["top1"] > 70
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import tarfile
 
 import pytest
 import torch
@@ -13,14 +14,14 @@ import grassy
 from grassy import cli
 from grassy.distributed.state import newest, open_state, read_plain, read_tensors
 from grassy.inference.validate import validate
-from grassy.runs.recipe import Recipe
+from grassy.runs.recipe import Recipe, load_recipe
 from grassy.runs.state import SAVES
 from grassy.runs.weights import BEST_SAVES, LAST
 from grassy.train import dividing, loop
 from grassy.train.dividing import is_divided
 from grassy.train.loop import train
 from ranks import on_ranks
-from training_cases import tiny_arrays, tiny_recipe
+from training_cases import tiny_arrays, tiny_folders, tiny_recipe
 
 pytestmark = pytest.mark.distributed
 
@@ -170,3 +171,23 @@ def test_heads_over_256_megabytes_are_divided_unless_the_recipe_says(monkeypatch
         Recipe(shard_head="ture")
     with pytest.raises(ValueError, match="mixup and cutmix must be 0"):
         Recipe(shard_head=True, cutmix=1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["folders", "tars"])
+def test_the_recipe_for_faces_trains_on_folders_and_on_tars_in_several_processes(tmp_path, kind):
+    people, photos = [f"person {number}" for number in range(5)], tmp_path / "photos"
+    tiny_folders(photos, images=4, classes=people)
+    data = photos / "train" if kind == "folders" else tmp_path / "tars"  # one folder, of which some are held out
+    if kind == "tars":
+        data.mkdir()
+        for split in ("train", "val"):
+            with tarfile.open(data / f"{split}.tar", "w") as tar:
+                for person in people:
+                    tar.add(photos / split / person, person)
+    small = ["model=resnet18_cifar", "model_kwargs.channels=[4,4,4,4]", "img_size=12", "workers=0", "shard_head=true"]
+    small += ["batch_size=8", "epochs=2", "val_fraction=0.25"]
+    recipe = load_recipe("faces-resnet50-grassmann", small)
+    assert run_on(2, recipe, data, tmp_path / "run") == [None, None]
+    assert len(read_plain(tmp_path / "run" / SAVES)["progress"]["rows"]) == 2
+    assert grassy.load(tmp_path / "run").fc.weight.shape == (5, 2, 4)

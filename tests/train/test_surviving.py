@@ -18,8 +18,9 @@ import pytest
 import torch
 import yaml
 
-from grassy.runs.state import STATE, read_torch
-from grassy.runs.weights import BEST, LAST, read_weights
+from grassy.distributed.state import PART, open_state, read_plain, read_tensors
+from grassy.runs.state import SAVES, read_torch, state_in
+from grassy.runs.weights import BEST, BEST_SAVES, LAST, read_weights
 from training_cases import tiny_arrays, tiny_recipe
 
 pytestmark = [
@@ -28,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc"),
 ]
 
-KILLS = int(os.environ.get("GRASSY_KILLS", "3"))
+KILLS = int(os.environ.get("GRASSY_KILLS", "2"))
 #: Seconds in which a run that has lost a process must be back at work, on a machine that is busy.
 PATIENCE = 120
 
@@ -82,22 +83,23 @@ class Torchrun:
 
 def updates_saved(output):
     """How many updates the state on the disk has seen."""
-    if not (output / STATE).exists():
-        return 0
-    saved = read_torch(output / STATE)
-    return saved["progress"]["epoch"] * saved["updates"] + saved["progress"]["update"]
+    while (path := state_in(output)) is not None:
+        with contextlib.suppress(OSError, ValueError):  # a save that another one has replaced meanwhile
+            saved = read_plain(path) if path.is_dir() else read_torch(path)
+            return saved["progress"]["epoch"] * saved["updates"] + saved["progress"]["update"]
+    return 0
 
 
-def writing(output):
-    return any(output.glob(".writing-*"))
+def is_saving(output):
+    return any(output.glob(".writing-*")) or any(output.glob(f"{SAVES}/*{PART}"))
 
 
-def kill_again_and_again(run, kills, saved, is_saving, seed=1):
+def kill_again_and_again(run, kills, seed=1):
     """kill -9 of a random rank, every other time while a checkpoint is being written; what was saved before each."""
     draw, before = random.Random(seed), []
     for number in range(kills):
-        start = saved(run.output)
-        run.wait_for(lambda start=start: saved(run.output) > start)  # it is back at work
+        start = updates_saved(run.output)
+        run.wait_for(lambda start=start: updates_saved(run.output) > start)  # it is back at work
         time.sleep(draw.uniform(0, 0.4))
         rank = draw.randrange(2)
         victim = run.pid_of(rank)
@@ -105,15 +107,16 @@ def kill_again_and_again(run, kills, saved, is_saving, seed=1):
             run.wait_for(lambda: is_saving(run.output))
         os.kill(victim, signal.SIGKILL)
         run.wait_for(lambda victim=victim: not Path(f"/proc/{victim}").exists())
-        before.append(saved(run.output))
+        before.append(updates_saved(run.output))
     return before
 
 
-def test_ranks_that_are_killed_again_and_again_cost_nothing_that_was_saved(tmp_path):
-    recipe = tiny_recipe(checkpoint_interval=1e-9, epochs=10 + 8 * KILLS, val_interval=10)
+@pytest.mark.parametrize("divided", [False, True], ids=["whole", "divided"])
+def test_ranks_that_are_killed_again_and_again_cost_nothing_that_was_saved(tmp_path, divided):
+    recipe = tiny_recipe(checkpoint_interval=1e-9, epochs=10 + 8 * KILLS, val_interval=10, shard_head=divided)
     data = tiny_arrays(tmp_path / "data", images=80)
     with Torchrun(tmp_path, recipe, data, tmp_path / "run", restarts=KILLS) as run:
-        before = kill_again_and_again(run, KILLS, updates_saved, writing)
+        before = kill_again_and_again(run, KILLS)
         text = run.finish()
     resumed = [int(number) for number in re.findall(r"resumed after update (\d+)", text)]
     print(f"killed at {before}, resumed at {resumed}")
@@ -121,10 +124,13 @@ def test_ranks_that_are_killed_again_and_again_cost_nothing_that_was_saved(tmp_p
     assert all(after >= saved for after, saved in zip(resumed, before, strict=True))
     with Torchrun(tmp_path, recipe, data, tmp_path / "whole") as whole:
         whole.finish()
-    for name in (LAST, BEST):
+    for name in (SAVES, BEST_SAVES) if divided else (LAST, BEST):
         ends, expected = read_weights(tmp_path / "run" / name), read_weights(tmp_path / "whole" / name)
         assert all(torch.equal(ends[key], expected[key]) for key in expected)
-    assert not writing(tmp_path / "run")
+    assert not is_saving(tmp_path / "run")
+    if divided:  # the optimizer's state, too
+        ends, expected = (read_tensors(open_state(tmp_path / name / SAVES), "optim") for name in ("run", "whole"))
+        assert all(torch.equal(ends[key], expected[key]) for key in expected)
 
 
 def test_a_rank_that_is_stuck_is_named_in_time_and_the_run_goes_on_without_it(tmp_path):
