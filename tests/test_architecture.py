@@ -40,7 +40,11 @@ OPTIONAL = {
     *("huggingface_hub", "peft", "transformers"),
     "torch.utils.tensorboard",  # needs the package tensorboard
     "grassy.kernels.triton",  # its modules need the package triton
-    *("torch.distributed.fsdp", "torch.distributed.tensor"),  # take a second to import, which one process need not wait
+    *(
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+    ),  # take a second to import, which one process need not wait
     "fcntl",  # part of Python, but not on Windows
 }
 LAZY = {

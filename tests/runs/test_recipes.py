@@ -74,7 +74,10 @@ SETTINGS = [
     (both("deit3-s"), {"test resize": 224, "test crop": 224}),
     (both("swin-t", "deit3-s") + rsb("a1", "a2", "a3"), {"interpolation": "bicubic"}),
     # gamma 25, k 8 unless stated
-    ([n for n in NAMES if "grassmann" in n and not re.search("gamma|digits|unnormalized|faces|imagenet21k", n)], {"head.gamma": 25}),
+    (
+        [n for n in NAMES if "grassmann" in n and not re.search("gamma|digits|unnormalized|faces|imagenet21k", n)],
+        {"head.gamma": 25},
+    ),
     ([n for n in NAMES if "grassmann" in n and not re.search(r"-k\d|digits|faces", n)], {"head.k": 8}),
     *(([f"resnet50d-grassmann-k{k}", f"cifar100-resnet18-grassmann-k{k}"], {"head.k": k}) for k in (1, 4, 16, 32)),
     (["cifar100-resnet18-grassmann-k2"], {"head.k": 2}),

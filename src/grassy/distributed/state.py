@@ -23,15 +23,11 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from grassy.distributed.processes import gathered
 from grassy.heads.state import KEY, decode, difference
+from grassy.shards import groups_of, local
 
 MANIFEST = "state.json"
 FORMAT = 1
@@ -86,6 +82,9 @@ def save_state(
 
 def save_tensors(folder: Path, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], keep: int = 1) -> Path:
     """Write tensors, sharded or the same on all ranks, and what JSON can hold, as a new save in `folder`."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
     tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     target = on_rank_0(lambda: _begin(folder))
     part = target.with_name(target.name + PART)
@@ -189,14 +188,14 @@ def load_state(
     _check_options(saved, tensors)
     if optimizer is not None:
         tensors |= _empty_optimizer_state(saved, model, optimizer)
-    rows: dict[str, DTensor] = {}
+    rows: dict[str, Tensor] = {}
     if saved.ranks == _ranks():
         rows = {f"own.{name}": _rows_of_ranks(tensor) for name, tensor in (own or {}).items()}
         _check_names(saved, "own", set(rows))
     load_tensors(saved, {**tensors, **rows})
     for name, tensor in (own or {}).items():
         if f"own.{name}" in rows:
-            tensor.copy_(_local(rows[f"own.{name}"])[0])
+            tensor.copy_(local(rows[f"own.{name}"])[0])
     if optimizer is not None:
         _fill_optimizer(saved, model, optimizer, tensors)
     return saved.plain
@@ -238,6 +237,9 @@ def _find(path: Path) -> Path:
 
 def load_tensors(saved: Saved, tensors: Mapping[str, Tensor], alone: bool = False) -> None:
     """Fill tensors, sharded or not, with those of the same names. alone: this process, whatever others do."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
     for name, tensor in tensors.items():
         dtype, shape = saved.tensors.get(name, (None, ()))
         if dtype is None:
@@ -407,9 +409,9 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tupl
             for key, value in optimizer.state.get(p, {}).items():
                 if not isinstance(value, Tensor):
                     plain["state"].setdefault(name, {})[key] = value
-                elif key in SUMMED and isinstance(p, DTensor):
+                elif key in SUMMED and (groups := groups_of(p)):
                     total = value.clone()
-                    dist.all_reduce(total, group=p.device_mesh.get_group())
+                    dist.all_reduce(total, group=groups[0])
                     tensors[f"optim.{name}.{key}"] = total
                 else:
                     tensors[f"optim.{name}.{key}"] = value
@@ -464,23 +466,22 @@ def _fill_optimizer(
             state = {full.removeprefix(prefix): t for full, t in tensors.items() if full.startswith(prefix)}
             state = {key: t for key, t in state.items() if "." not in key}
             for key in SUMMED:
-                if key in state and isinstance(p, DTensor) and p.device_mesh.get_local_rank():
+                if key in state and any(dist.get_rank(group) for group in groups_of(p)):
                     state[key].zero_()  # the first rank has the sum
             state |= described["state"].get(name, {})
             optimizer.state[p].clear()
             optimizer.state[p].update(state)
 
 
-def _rows_of_ranks(tensor: Tensor) -> DTensor:
+def _rows_of_ranks(tensor: Tensor) -> Tensor:
     """A tensor that differs from rank to rank as one with a row for each."""
+    row = tensor.detach().clone()[None]
     if not dist.is_initialized():
-        return tensor.detach().clone()[None]  # type: ignore[return-value]
+        return row
+    from torch.distributed.tensor import DTensor, Shard
+
     mesh = init_device_mesh(tensor.device.type, (dist.get_world_size(),))
-    return DTensor.from_local(tensor.detach().clone()[None], mesh, [Shard(0)], run_check=False)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return DTensor.from_local(row, mesh, [Shard(0)], run_check=False)
 
 
 # ------------------------------------------------------------------------------------------------ ranks and errors
@@ -521,6 +522,8 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 @contextlib.contextmanager
 def _in_one_sentence(what: str) -> Iterator[None]:
     """DCP tells all ranks of an error on one, with a traceback of many lines."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         yield
     except CheckpointException as error:

@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grassy.distributed import mesh, shard_head
+from grassy.distributed.state import load_tensors, open_state
 from grassy.extras import needs
+from grassy.heads import heads_of
+from grassy.heads.per_class import PerClassHead
 from grassy.heads.state import options_in
 from grassy.inference.hub import load_adapters, load_transformers
 from grassy.models import create_model
 from grassy.runs.hub import base_of_adapters, is_of_transformers, local_folder, read_config
-from grassy.runs.weights import Description, read_description, read_weights, weights_file
+from grassy.runs.weights import Description, evaluated_kind, read_description, read_weights, weights_file
 
 #: What weights may be made of.
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
@@ -68,6 +72,21 @@ def _base_model(adapters: Path, base: str) -> nn.Module:
             "before training, and give it to PeftModel.from_pretrained"
         )
     return load(folder)
+
+
+def load_divided(save: Path, device: torch.device) -> nn.Module:
+    """The model of a save, of which each process of a group holds some classes; a head of another kind is whole."""
+    description = read_description(save)
+    options = {key: value for key, value in description.model_kwargs.items() if key != "pretrained"}
+    model = create_model(description.model, description.num_classes, description.head, options, head_on_meta=True)
+    if not all(isinstance(head, PerClassHead) for head in heads_of(model)):
+        return load(save, device)
+    shard_head(model, mesh(device.type))
+    model = model.to(device)
+    saved = open_state(save)
+    kind = evaluated_kind(saved)
+    load_tensors(saved, {f"{kind}.{name}": tensor for name, tensor in model.state_dict().items()})
+    return model.eval()
 
 
 def _options_with_weights(weights: Mapping[str, Tensor], file: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from grassy.data.run_images import data_dir_of, run_images, run_recipe
 from grassy.data.stream_loader import STREAMS
 from grassy.distributed import processes as distributed
 from grassy.inference.evaluate import Metrics, evaluate
-from grassy.inference.load import load
+from grassy.inference.load import load, load_divided
 from grassy.precision import amp_dtype
 from grassy.runs.paper_row import paper_row
 from grassy.runs.weights import read_description, weights_file
@@ -46,7 +46,8 @@ def validate(
             found = run_images(file, description, recipe, data_dir)
         images = None if found is None else found.images
         batches, sharded = open_validation(recipe, data_dir, images, description.num_classes, process)
-        model = load(file, process.device)
+        divided = file.is_dir() and process.world_size > 1
+        model = load_divided(file, process.device) if divided else load(file, process.device)
         prepare = Preparation(description.mean, description.std, process.device)
         dtype = amp_dtype(recipe.amp, process.device)
         try:

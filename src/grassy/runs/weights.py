@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from grassy.distributed.state import MANIFEST, newest, open_state, read_plain, read_tensors
+from grassy.distributed.state import MANIFEST, Saved, newest, open_state, read_plain, read_tensors
 from grassy.heads import GrassmannHead
 from grassy.runs import hub
 from grassy.runs.atomic import write_atomically
@@ -142,10 +142,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return {name.removeprefix("module."): value for name, value in weights.items() if isinstance(value, Tensor)}
 
 
+def evaluated_kind(saved: Saved) -> str:
+    """What the names of the weights that were validated begin with: those of the average, if there is one."""
+    return "average" if any(name.startswith("average.") for name in saved.tensors) else "model"
+
+
 def _read_whole(save: Path) -> dict[str, Tensor]:
-    """The weights of a save: the average, if it has one, as the model that was validated."""
+    """The whole weights of a save, in the memory of this process."""
     saved = open_state(save, alone=True)
-    kind = "average" if any(name.startswith("average.") for name in saved.tensors) else "model"
+    kind = evaluated_kind(saved)
     sizes = [
         dtype.itemsize * math.prod(shape) for name, (dtype, shape) in saved.tensors.items() if name.startswith(kind)
     ]
