@@ -141,8 +141,8 @@ def test_other_processes_validate_it_together_with_as_many_images_as_they_like(d
 
     first, *others = on_ranks(3, tmp_path, work)
     alone = validate(divided / "run", divided / "data", device="cpu").to_dict()
-    del alone["effective_rank"]  # of a weight that nobody has whole
-    assert first == pytest.approx(alone)
+    for name in ("loss", "top1", "top5", "images"):  # effective ranks nobody has, without the whole weight
+        assert first[name] == pytest.approx(alone[name])
     assert others == [None, None]
 
 
