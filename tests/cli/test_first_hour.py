@@ -42,6 +42,7 @@ def no_network(*_):
     return False
 
 
+@pytest.mark.slow
 def test_a_folder_of_photos_leads_to_a_model_and_nothing_is_said_twice(photos, capsys):
     assert main(["train", "finetune", *SMALL, "--data-dir", "all", "--epochs", "1"]) == 0
     assert "holds out 4 of 24 images for validation" in capsys.readouterr().err
@@ -61,6 +62,7 @@ def test_a_folder_of_photos_leads_to_a_model_and_nothing_is_said_twice(photos, c
     assert "all" in capsys.readouterr().out.splitlines()[0]
 
 
+@pytest.mark.slow
 def test_the_old_spellings_still_work(photos, capsys):
     assert main(["train", "finetune", *SMALL, "--data-dir", "all", "--epochs", "1"]) == 0
     assert main(["validate", "--checkpoint", "runs/finetune", "--data-dir", "all"]) == 0
