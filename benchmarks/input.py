@@ -3,6 +3,7 @@
     python -m benchmarks.input                          the loaders alone
     python -m benchmarks.input --train resnet50         an iteration on every batch; on a GPU, in bfloat16
     python -m benchmarks.input --source photos          files made of your photos
+    python -m benchmarks.input --workers 0              one process, by its CPU time: for a busy machine
 
 The files have the size of ImageNet's: 10,000 JPEG images of 500 x 375 pixels, quality 90, about 110 kB. They are made
 of two photos that come with scikit-learn, or of the images below --source: random cutouts, enlarged, with grain. All
@@ -115,7 +116,7 @@ def from_timm(folder: Path, policy: str, batch: int, workers: int, device: torch
         std=STD,
         num_workers=workers,
         pin_memory=device.type == "cuda",
-        persistent_workers=True,
+        persistent_workers=workers > 0,
         device=device,
     )
     return lambda _: iter(loader if device.type == "cuda" else loader.loader)
@@ -137,7 +138,7 @@ def from_torchvision(folder: Path, policy: str, batch: int, workers: int, device
         drop_last=True,
         num_workers=workers,
         pin_memory=device.type == "cuda",
-        persistent_workers=True,
+        persistent_workers=workers > 0,
     )
 
     def epoch(_: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -171,25 +172,30 @@ def training(name: str, device: torch.device) -> Callable[[Tensor, Tensor], None
     return update
 
 
-def rate(batches: Iterable[tuple[Tensor, Tensor]], count: int, use: Callable[[Tensor, Tensor], None] | None) -> float:
+def rate(
+    batches: Iterable[tuple[Tensor, Tensor]],
+    count: int,
+    use: Callable[[Tensor, Tensor], None] | None,
+    clock: Callable[[], float],
+) -> float:
     """Images per second over `count` batches, after the first one."""
     seen, start = 0, 0.0
     for number, (images, labels) in enumerate(batches):
         if use is not None:
             use(images, labels)
         if number == 0:
-            start = _now(images.device)
+            start = _now(images.device, clock)
             continue
         seen += len(images)
         if number == count:
             break
-    return seen / (_now(images.device) - start)
+    return seen / (_now(images.device, clock) - start)
 
 
-def _now(device: torch.device) -> float:
+def _now(device: torch.device, clock: Callable[[], float]) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter()
+    return clock()
 
 
 def main() -> None:
@@ -213,6 +219,10 @@ def main() -> None:
     result: dict[str, Any] = {**machine(device.type), "workers": args.workers, "batch_size": args.batch_size}
     result |= {"files": len(sizes), "mean_bytes": round(statistics.mean(sizes)), "model": args.train, "rows": {}}
     use = training(args.train, device) if args.train else None
+    clock = time.perf_counter if args.workers else time.process_time
+    if not args.workers:
+        torch.set_num_threads(1)
+    result["clock"] = clock.__name__
     for title, policy in AUGMENTATIONS.items():
         epochs = {
             name: make(args.files, policy, args.batch_size, args.workers, device) for name, make in CONTESTANTS.items()
@@ -223,7 +233,7 @@ def main() -> None:
         rates: dict[str, list[float]] = {name: [] for name in epochs}
         for turn in range(args.turns + 1):  # the first, in which workers start and kernels compile, does not count
             for name, epoch in epochs.items():
-                found = rate(epoch(turn), args.batches, use)
+                found = rate(epoch(turn), args.batches, use, clock)
                 rates[name] += [found] if turn else []
         medians = {name: statistics.median(values) for name, values in rates.items()}
         result["rows"][title] = {"images_per_second": rates, "medians": medians}

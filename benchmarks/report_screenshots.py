@@ -12,7 +12,6 @@ from benchmarks.browser import browser
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 #: For each picture: width and height of the window, the theme, and the section to show.
 PICTURES = {
-    "demo-page.png": (1280, 1000, "light", "overview"),
     "report-light.png": (1280, 1000, "light", "overview"),
     "report-dark.png": (1280, 800, "dark", "confusions"),
     "report-phone.png": (390, 844, "light", "classes"),
