@@ -99,7 +99,7 @@ def test_an_onnx_file_is_valid_named_and_says_how_its_images_are_prepared(checkp
     model = onnx.load(file)
     onnx.checker.check_model(model, full_check=True)
     assert model.opset_import[0].version == 18
-    assert [value.name for value in model.graph.output] == ["logits"]
+    assert [value.name for value in model.graph.output] == ["logits", "outlier_score"]
     (images,) = model.graph.input
     shape = [dim.dim_param or dim.dim_value for dim in images.type.tensor_type.shape.dim]
     assert (images.name, shape) == ("images", ["batch", 3, SIZE, SIZE])

@@ -33,8 +33,12 @@ def turned_by(model, optimizer) -> float:
     return float(g.distance(before, model[3].weight.detach()).max())
 
 
-def test_a_factor_takes_the_same_steps_as_a_rate_of_its_own():
+@pytest.mark.parametrize("sample", [1.0, 0.5])
+def test_a_factor_takes_the_same_steps_as_a_rate_of_its_own(sample):
     absolute, relative = a_model(), a_model()
+    for model in (absolute, relative):
+        torch.manual_seed(1)
+        model[3] = grassy.GrassmannHead(16, 4, k=3, sample=sample)
     train(absolute, grassy.make_optimizer(absolute, "adamw", lr=1e-3, head_lr=0.1), range(5))
     optimizer = grassy.make_optimizer(relative, "adamw", lr=1e-3, head_lr_factor=100)
     assert rates(optimizer) == {"euclidean": 1e-3, "grassmann": 1e-3}

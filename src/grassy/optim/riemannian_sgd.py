@@ -95,7 +95,7 @@ class RiemannianSGD(Optimizer):
                 [shards.local(p) for p in params],
                 grads,
                 [None if buffer is None else shards.local(buffer) for buffer in buffers],
-                group["lr"] * group.get(LR_FACTOR, 1),
+                _rate(group),
                 group["momentum"],
                 skip=found_inf if isinstance(found_inf, Tensor) else None,  # 0 if nothing has a gradient
                 counts=[_counts(self.state[p], p.device) for p in params],
@@ -122,7 +122,7 @@ class RiemannianSGD(Optimizer):
                 parts[:1],
                 [grad if grad_scale is None else grad / grad_scale.to(grad.device, non_blocking=True)],
                 [None] if buffer is None else parts[1:],
-                group["lr"],
+                _rate(group),
                 group["momentum"],
                 skip=found_inf if isinstance(found_inf, Tensor) else None,
                 counts=[_counts(self.state[p], p.device)],
@@ -191,6 +191,11 @@ def refuse_spectral_steps(groups: Iterable[dict[str, Any]]) -> None:
     """Raise a ValueError if groups of a saved optimizer are of the option `direction="spectral"`, which is gone."""
     if any(group.get("direction", "gradient") != "gradient" for group in groups):
         raise ValueError("the saved optimizer made spectral steps (direction='spectral'), which were removed")
+
+
+def _rate(group: dict[str, Any]) -> Any:
+    """The learning rate of a group: a number, or a tensor on the device."""
+    return group["lr"] * group.get(LR_FACTOR, 1)
 
 
 def _counts(state: dict[str, Any], device: torch.device) -> Tensor:
