@@ -5,6 +5,7 @@ import os
 import pickle
 import secrets
 import traceback
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,13 @@ PATIENCE = 120
 
 def on_ranks(world, folder, work):
     """`work(rank)` in so many processes, forked from this one; what each returned, or an error if one failed."""
+    timeout = timedelta(seconds=PATIENCE)
     store, pipe = f"file://{folder}/store-{secrets.token_hex(4)}", multiprocessing.get_context("fork").SimpleQueue()
 
     def run(rank):
         torch.set_num_threads(1)
         try:
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timeout)
             pipe.put(pickle.dumps((rank, work(rank), None)))  # bytes: tensors would be shared memory
             dist.barrier()
         except BaseException:

@@ -20,7 +20,7 @@ from grassy.runs.state import SAVES, read_torch
 from grassy.runs.weights import BEST_SAVES, Description, description_text
 from grassy.train.dividing import is_divided
 from grassy.train.run import Run
-from grassy.train.trouble import stop_if_not_finite
+from grassy.train.trouble import is_of_another_process, stop_if_not_finite
 
 #: What has a place of its own in a description, beside the metrics.
 APART = ("epoch", "outlier_threshold")
@@ -174,6 +174,8 @@ class Checkpoints:
                     for name, buffer in distributed.floating_buffers(model).items():
                         buffer.copy_(buffers[name])
         except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+            if is_of_another_process(error):
+                raise
             raise ValueError(f"{path} does not belong to this recipe: {' '.join(str(error).split())[:200]}") from None
         run.step.number.fill_(run.position.done)
         self.restored_from = path.parent

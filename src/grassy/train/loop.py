@@ -140,7 +140,12 @@ def finish_epoch(run: Run, checkpoints: Checkpoints, reporter: Reporter, begin: 
 
 
 def validate(run: Run) -> tuple[Metrics, list[Failure]]:
-    """Metrics of the weights that are saved, on the images of all processes, and those that could not be read."""
+    """Metrics of the weights that are saved, on the images of all processes, and those that could not be read.
+
+    All processes get the metrics of the main one. If each validates all images, rounding may differ between them, but
+    they must decide alike whether to save the weights.
+    """
     recipe, data, device, model = run.recipe, run.data, run.process.device, run.trained.evaluated
     prepare = Preparation(recipe.mean, recipe.std, device, recipe.channels_last)
-    return evaluate(model, data.validation, prepare, device, run.step.amp_dtype, data.sharded)
+    metrics, failures = evaluate(model, data.validation, prepare, device, run.step.amp_dtype, data.sharded)
+    return distributed.gathered([metrics])[0], failures

@@ -14,6 +14,7 @@ from grassy.data.device_loader import ResidentLoader
 from grassy.data.run_data import Data, open_data
 from grassy.distributed import processes as distributed
 from grassy.distributed.processes import Process
+from grassy.distributed.state import everywhere
 from grassy.heads import GrassmannHead, heads_of
 from grassy.optim import AveragedModel
 from grassy.precision import amp_dtype
@@ -53,7 +54,14 @@ def opened_run(
                 f"{setting}=true begins with weights that are there: give --initial-checkpoint, or pretrained=true"
             )
     folder = RunFolder(output)
-    resumed_from = folder.find_state(resume)
+    resumed_from = everywhere(lambda: folder.find_state(resume))
+    # Processes on machines without a common disk might find different states to resume from.
+    if len(found := dict.fromkeys(distributed.gathered([resumed_from]))) > 1:
+        first, other, *_ = (f"{path}" if path is not None else "none" for path in found)
+        raise ValueError(
+            f"the processes found different checkpoints, {first} and {other}: "
+            "--output must be one folder for all machines"
+        )
     data = open_data(recipe, data_dir, process)
     captured = can_be_captured(recipe, data, process)
 
@@ -70,8 +78,7 @@ def opened_run(
     checkpoints = Checkpoints(run, folder)
     if resumed_from is not None:
         checkpoints.restore(resumed_from)
-    # Processes on machines without a common disk might find different states to resume from.
-    if len(set(distributed.gathered([position.done]))) > 1:
+    if len(set(distributed.gathered([position.done]))) > 1:  # of the same name, on disks that are not the same
         raise ValueError("the processes found different checkpoints: --output must be one folder for all machines")
     steps: Steps = EagerSteps(step, data.train, recipe.seed, process.rank)
     if captured and isinstance(data.train, ResidentLoader):

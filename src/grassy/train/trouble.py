@@ -38,7 +38,7 @@ def trouble_explained(recipe: Recipe, process: Process, output: Path) -> Iterato
                 f"a process that prepares images has died ({reason.strip(' .')}): if memory ran out, fewer workers "
                 f"need less; {last_good(output)}"
             ) from error
-        if isinstance(error, dist.DistError) or "/gloo/" in reason:
+        if is_of_another_process(error):
             silent = ", ".join(map(str, distributed.silent_ranks()))
             who = f"rank {silent} of {process.world_size}" if silent else "another process of this run"
             message = f"{who} has ended, or cannot be reached; {last_good(output)} ({reason})"
@@ -50,6 +50,11 @@ def trouble_explained(recipe: Recipe, process: Process, output: Path) -> Iterato
             f"out of memory with {size} images of {recipe.img_size} pixels at a time on {process.device}: lower "
             f"batch_size, or raise grad_accum_steps, which keeps the batch; {last_good(output)} ({reason})"
         ) from error
+
+
+def is_of_another_process(error: BaseException) -> bool:
+    """Whether an error says that another process of the run cannot be reached. gloo raises a RuntimeError."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error).partition("\n")[0]
 
 
 def _came_from_a_pipe(error: BaseException) -> bool:

@@ -1,0 +1,99 @@
+"""What the processes of a run decide alike: which weights are the best, what they resume from."""
+
+import dataclasses
+import os
+
+import pytest
+import torch.distributed as dist
+
+from grassy.runs.folder import RunFolder
+from grassy.runs.state import STATE
+from grassy.train import checkpoints, loop
+from grassy.train.loop import TrainingStopped, train
+from ranks import on_ranks
+from training_cases import tiny_arrays, tiny_recipe
+
+pytestmark = pytest.mark.distributed
+
+GLOO = RuntimeError("[/src/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer")
+
+
+def run_on_two(recipe, data, output, resume="", before=lambda rank: None):
+    """What each of two processes returns, or says."""
+
+    def work(rank):
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+        before(rank)
+        try:
+            return train(recipe, data, output, resume, "cpu", quiet=True)
+        except ValueError as error:
+            return str(error)
+
+    return on_ranks(2, output.parent, work)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["top1", "loss"])
+def test_the_best_weights_are_those_of_the_main_process_whatever_another_one_measures(tmp_path, value):
+    """Saving divided weights needs both processes: one that thinks otherwise would make the other wait."""
+
+    def measure_differently(rank):
+        evaluate, epochs = loop.evaluate, iter(range(9))
+
+        def other(*arguments):
+            metrics, failures = evaluate(*arguments)
+            better, epoch = rank == 0, next(epochs)
+            changed = {"top1": float(epoch * better), "loss": 1.0 if better or value == "top1" else float("nan")}
+            return dataclasses.replace(metrics, **changed), failures
+
+        loop.evaluate = other
+
+    data = tiny_arrays(tmp_path / "data")
+    recipe = tiny_recipe(shard_head=True, epochs=3)
+    main, other = run_on_two(recipe, data, tmp_path / "run", before=measure_differently)
+    assert main.best == other.best == 2
+    assert main.best_loss == other.best_loss == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [dist.DistNetworkError("Connection reset by peer"), GLOO], ids=["torch", "gloo"])
+def test_a_process_that_dies_during_a_resume_is_not_blamed_on_the_checkpoint(tmp_path, monkeypatch, error):
+    recipe, data = tiny_recipe(shard_head=True, epochs=1), tiny_arrays(tmp_path / "data")
+    assert all(position.epoch == 1 for position in run_on_two(recipe, data, tmp_path / "run"))
+
+    def load_state(*_, **__):
+        raise error
+
+    monkeypatch.setattr(checkpoints, "load_state", load_state)
+    with pytest.raises(TrainingStopped, match=r"another process of this run.*last good checkpoint is .*save-"):
+        train(recipe.changed({"epochs": 2}), data, tmp_path / "run", "auto", "cpu", quiet=True)
+
+
+def test_processes_that_find_different_checkpoints_all_say_so_before_anything_is_built(tmp_path):
+    recipe, data = tiny_recipe(epochs=1), tiny_arrays(tmp_path / "data")
+    train(recipe, data, tmp_path / "run", device="cpu", quiet=True)
+
+    def see_nothing(rank):
+        if rank == 1:
+            RunFolder.find_state = lambda *_: None
+
+    messages = run_on_two(recipe.changed({"epochs": 2}), data, tmp_path / "run", "auto", see_nothing)
+    for message in messages:
+        assert message == (
+            f"the processes found different checkpoints, {tmp_path / 'run' / STATE} and none: "
+            "--output must be one folder for all machines"
+        )
+
+
+def test_what_one_process_finds_wrong_with_the_folder_all_say(tmp_path):
+    data = tiny_arrays(tmp_path / "data")
+
+    def raise_on_one(rank):
+        if rank == 1:
+            RunFolder.find_state = refuse
+
+    def refuse(*_):
+        raise ValueError("it holds a run already")
+
+    messages = run_on_two(tiny_recipe(epochs=1), data, tmp_path / "run", before=raise_on_one)
+    assert messages == ["it holds a run already"] * 2
