@@ -1,4 +1,4 @@
-"""What the processes of a run decide alike: which weights are the best, what they resume from."""
+"""What the processes of a run decide alike: which weights are the best, what they resume from, what they divide."""
 
 import dataclasses
 import os
@@ -7,8 +7,9 @@ import pytest
 import torch.distributed as dist
 
 from grassy.runs.folder import RunFolder
-from grassy.runs.state import STATE
-from grassy.train import checkpoints, loop
+from grassy.runs.state import SAVES, STATE
+from grassy.train import checkpoints, dividing, loop
+from grassy.train.dividing import is_divided
 from grassy.train.loop import TrainingStopped, train
 from ranks import on_ranks
 from training_cases import tiny_arrays, tiny_recipe
@@ -97,3 +98,25 @@ def test_what_one_process_finds_wrong_with_the_folder_all_say(tmp_path):
 
     messages = run_on_two(tiny_recipe(epochs=1), data, tmp_path / "run", before=raise_on_one)
     assert messages == ["it holds a run already"] * 2
+
+
+def test_a_run_that_starts_on_one_process_grows_and_keeps_its_large_head_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(dividing, "MUCH", 0)
+    recipe, data = tiny_recipe(epochs=1), tiny_arrays(tmp_path / "data")
+    assert recipe.shard_head == "auto"
+    train(recipe, data, tmp_path / "run", device="cpu", quiet=True)
+
+    def expect_whole(rank):
+        train_epochs = loop.train_epochs
+
+        def checked(run, *others):
+            assert not is_divided(run.trained.model)
+            train_epochs(run, *others)
+
+        loop.train_epochs = checked
+
+    positions = run_on_two(recipe.changed({"epochs": 2}), data, tmp_path / "run", "auto", expect_whole)
+    assert [position.epoch for position in positions] == [2, 2]
+    assert (tmp_path / "run" / STATE).is_file()
+    run_on_two(recipe, data, tmp_path / "other")  # from the beginning, the same head is divided
+    assert (tmp_path / "other" / SAVES).is_dir()

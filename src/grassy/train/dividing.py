@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -51,11 +52,18 @@ class Division:
             wrap(model, self.mesh, fsdp=True)
 
 
-def division_of(recipe: Recipe, num_classes: int, process: Process) -> Division:
-    """What a recipe asks for, as far as there are several processes to divide by."""
+def division_of(recipe: Recipe, num_classes: int, process: Process, resumed_from: Path | None = None) -> Division:
+    """What a recipe asks for, as far as there are several processes to divide by.
+
+    resumed_from: a file holds whole weights, as one process saves them. A run that goes on from it keeps its head whole
+        unless the recipe insists.
+    """
     if process.world_size == 1:
         return Division(None, False, False, recipe.seed)
-    head = recipe.shard_head == "true" or (recipe.shard_head == "auto" and _is_large(recipe, num_classes))
+    may_divide = resumed_from is None or resumed_from.is_dir()
+    head = recipe.shard_head == "true" or (
+        recipe.shard_head == "auto" and may_divide and _is_large(recipe, num_classes)
+    )
     return Division(mesh(process.device.type), head, recipe.fsdp, recipe.seed)
 
 

@@ -70,7 +70,7 @@ def opened_run(
     seed_everything(recipe.seed)  # the same first weights in every process
     # A run that goes on has its weights already: those it began with may be gone by now, or out of reach.
     beginning = recipe if resumed_from is None else without_first_weights(recipe)
-    division = division_of(recipe, data.num_classes, process)
+    division = division_of(recipe, data.num_classes, process, resumed_from)
     trained = build_trained(beginning, data, process, captured, division)
     step = build_step(recipe, trained, data, process, division)
     position = Position(data.train.updates)
