@@ -68,9 +68,10 @@ def test_how_large_a_class_may_be_is_what_the_documentation_says():
     def largest(k, capability):
         return max(n for n in range(32, 40_000, 32) if plan(k, n, capability))
 
-    eight, sixteen, all_rows = (f"{k} x {largest(k, HOPPER):,}" for k in (8, 16, 32))
-    assert f"on an H200 up to {eight}, {sixteen} or {all_rows}" in text
-    assert f"an A100 takes 8 x {largest(8, (8, 0)):,} and an RTX 4090 8 x {largest(8, (8, 9)):,}" in text
+    widths = " | ".join(f"n = {largest(k, HOPPER):,}" for k in (8, 16, 32))
+    assert f"| H200 | {widths} |" in text
+    for gpu, capability in (("A100", (8, 0)), ("RTX 4090", (8, 9))):
+        assert f"| {gpu} (no thread-block clusters) | n = {largest(8, capability):,} |" in text
 
 
 def test_small_classes_have_a_plan_that_takes_two_of_them_together():

@@ -1,6 +1,8 @@
 """Why a run cannot go on, in one sentence that says where its last good checkpoint is."""
 
 import contextlib
+import signal
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +36,7 @@ def trouble_explained(recipe: Recipe, process: Process, output: Path) -> Iterato
         reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
         # torch raises the first wherever the main process is; the second comes from a pipe that the worker filled.
         if "DataLoader worker" in str(error) or (not isinstance(error, RuntimeError) and _came_from_a_pipe(error)):
+            _tell_of_dead_workers_once()
             raise TrainingStopped(
                 f"a process that prepares images has died ({reason.strip(' .')}): if memory ran out, fewer workers "
                 f"need less; {last_good(output)}"
@@ -55,6 +58,14 @@ def trouble_explained(recipe: Recipe, process: Process, output: Path) -> Iterato
 def is_of_another_process(error: BaseException) -> bool:
     """Whether an error says that another process of the run cannot be reached. gloo raises a RuntimeError."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error).partition("\n")[0]
+
+
+def _tell_of_dead_workers_once() -> None:
+    """Take torch's handler of SIGCHLD away: it would raise again for the same worker when the others are ended, and
+    print a traceback after our sentence. Later loaders look at their workers every five seconds.
+    """
+    if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _came_from_a_pipe(error: BaseException) -> bool:
