@@ -78,8 +78,16 @@ def test_the_demo_command_hands_its_options_on(monkeypatch, tmp_path):
         (["train", "resnet50-grasmann"], "there is no recipe 'resnet50-grasmann', did you mean 'resnet50-grassmann'?"),
         (["validate"], "which run? give the folder of a run, or its .safetensors file, as in: grassy validate runs/"),
         (["analyze", "a", "--checkpoint", "b"], "one run is expected, got a and b"),
-        (["predict", "photo.jpg"], "which images? give them after the run, as in: grassy predict RUN photo.jpg"),
-        (["demo", "--sedes", "3"], "unrecognized arguments: --sedes 3"),
+        (["predict", "photo.jpg"], "which run? give it before the images, as in: grassy predict RUN photo.jpg"),
+        (["predict"], "which run, and which images? give both, as in: grassy predict runs/finetune holiday/"),
+        (["demo", "--sedes", "3"], "unrecognized arguments: --sedes 3: did you mean --seeds? (try grassy demo --help)"),
+        (["train", "finetune", "--k", "16"], "arguments: --k 16: did you mean head.k=16? (try grassy train --help)"),
+        (["train", "finetune", "--head.k", "16", "--opt=sgd"], "did you mean head.k=16 and opt=sgd?"),
+        (["train", "finetune", "--wholly-else"], "unrecognized arguments: --wholly-else (try grassy train --help)"),
+        (
+            ["train", "finetune", "--epoch", "3", "--from-scatch"],
+            "did you mean --epochs and --from-scratch? (try grassy",
+        ),
         (["demo", "--seeds", "0"], "at least 1 seed and 1 epoch, got 0"),
     ],
 )
@@ -118,6 +126,7 @@ def test_every_command_has_a_file_of_its_own_name_and_shows_its_help(capsys):
     assert {path.stem for path in folder.glob("*.py")} == {
         "__init__",
         "parser",
+        "which_run",
         *(f"{name}_" if iskeyword(name) else name for name in COMMANDS),
     }
     for name in COMMANDS:

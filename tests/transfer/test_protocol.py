@@ -134,7 +134,7 @@ def test_what_cannot_be_done_is_one_line(run, tmp_path, capsys):
             ["--checkpoint", str(run), "--datasets", "pets", "--methods", "svn"],
             "unknown method 'svn', did you mean 'svm'",
         ),
-        (["--checkpoint", str(tmp_path / "no"), "--datasets", "pets"], "there is no checkpoint"),
+        (["--checkpoint", str(tmp_path / "no"), "--datasets", "pets"], "there is no run or file of weights"),
     ]:
         assert main(["transfer", *words, *data]) == 2
         assert message in capsys.readouterr().err

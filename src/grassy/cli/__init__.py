@@ -62,8 +62,10 @@ def _parse(argv: Sequence[str] | None, defaults: argparse.Namespace) -> argparse
     args, rest = parser.parse_known_args(argv, defaults)
     late = [word for word in rest if "=" in word and not word.startswith("-")] if hasattr(args, "settings") else []
     unknown = [word for word in rest if word not in late]
+    if hasattr(args, "settings") and not any(word.startswith("-") for word in unknown):
+        late, unknown = rest, []  # what is no setting is named with the others
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        getattr(args, "parser", parser).refuse(unknown)
     if late:
         args.settings = [*args.settings, *late]
     return args

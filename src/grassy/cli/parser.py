@@ -1,11 +1,15 @@
 """What the parsers of all commands share."""
 
 import argparse
+import contextlib
+import difflib
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
+from grassy.cli.which_run import check_run
 from grassy.spelling import nearest
 
 
@@ -24,6 +28,40 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (try {self.prog} --help)")
 
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Raise a ValueError for words that nobody asked for, with what may have been meant by them."""
+        meant = [hint for place, word in enumerate(unknown) if (hint := self._meant(word, unknown[place + 1 :]))]
+        hint = f": did you mean {' and '.join(meant)}?" if meant else ""
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+
+    def _meant(self, word: str, after: Sequence[str]) -> str | None:
+        """The option, or the field of a recipe, that an unknown option is near to; None if there is none."""
+        if not word.startswith("--"):
+            return None
+        flag, _, value = word.partition("=")
+        if not value and after and not after[0].startswith("--"):
+            value = after[0]
+        if "settings" in (action.dest for action in self._actions) and (field := _field(flag)) is not None:
+            return f"{field}={value or '...'}"
+        options = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+        begun = [option for option in options if len(flag) > 3 and option.startswith(flag)]
+        return next(iter(begun or difflib.get_close_matches(flag, options, n=1)), None)
+
+
+def _field(flag: str) -> str | None:
+    """The field of a recipe, or the option of its head, that has the name of a flag."""
+    from grassy.heads import HEADS, check_head_options
+    from grassy.runs.recipe import HINTS
+
+    name = flag.removeprefix("--").removeprefix("head.").replace("-", "_")
+    if name in HINTS:
+        return name
+    for head in HEADS:
+        with contextlib.suppress(ValueError):
+            check_head_options(head, [name])
+            return f"head.{name}"
+    return None
+
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
@@ -34,6 +72,7 @@ def add_command(commands: Commands, name: str, what: str, example: str) -> Parse
         name, help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=f"example: {example}"
     )
     add_debug(parser)
+    parser.set_defaults(parser=parser)
     return parser
 
 
@@ -65,10 +104,10 @@ def add_checkpoint(parser: Parser, **options: Any) -> None:
 
 def run_of(args: argparse.Namespace) -> Path:
     """The one run that was given."""
-    runs = runs_of(args)
-    if len(runs) > 1:
-        raise ValueError(f"one run is expected, got {' and '.join(runs)}")
-    return Path(runs[0])
+    given = dict.fromkeys([*_listed(args.run_folder), *_listed(args.checkpoint)])
+    if len(given) > 1:
+        raise ValueError(f"one run is expected, got {' and '.join(given)}")
+    return Path(runs_of(args)[0])
 
 
 def runs_of(args: argparse.Namespace) -> list[str]:
@@ -76,6 +115,8 @@ def runs_of(args: argparse.Namespace) -> list[str]:
     given = [*_listed(args.run_folder), *_listed(args.checkpoint)]
     if not given:
         raise ValueError(f"which run? give {RUN}, as in: grassy {args.command} runs/finetune")
+    for run in given:
+        check_run(Path(run))
     return list(dict.fromkeys(given))
 
 

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from grassy.cli.parser import RUN, Commands, add_checkpoint, add_command, add_device
+from grassy.cli.which_run import check_run, is_run
 
 
 def add(commands: Commands) -> None:
@@ -14,7 +15,7 @@ def add(commands: Commands) -> None:
         "grassy predict runs/finetune holiday/ --output classes.csv",
     )
     parser.add_argument(
-        "images", nargs="+", metavar="RUN IMAGE_OR_FOLDER", help=f"{RUN}, and images or folders of them"
+        "images", nargs="*", metavar="RUN IMAGE_OR_FOLDER", help=f"{RUN}, and images or folders of them"
     )
     add_checkpoint(parser)
     parser.add_argument("--topk", type=int, default=5, help="how many classes to give for an image (default: 5)")
@@ -31,10 +32,32 @@ def run(args: argparse.Namespace) -> None:
     from grassy.inference.predict import check_output, find_images, predict_files, write_predictions
 
     check_output(args.output)
-    run, *images = args.images if args.checkpoint is None else [args.checkpoint, *args.images]
-    if not images:
-        raise ValueError(f"which images? give them after the run, as in: grassy predict RUN {run}")
+    run, images = _run_and_images(args)
     files = find_images(images)
     predictions = predict_files(run, files, args.topk, args.batch_size, args.device, args.outlier_threshold)
     if write_predictions(predictions, args.output, total=len(files)) == len(files):
         raise ValueError("none of the images could be read")
+
+
+def _run_and_images(args: argparse.Namespace) -> tuple[str, list[str]]:
+    """The run, which is the first word unless --checkpoint names it, and the images."""
+    from grassy.data.class_folders import image_suffixes
+
+    words = args.images if args.checkpoint is None else [args.checkpoint, *args.images]
+    if not words:
+        raise ValueError("which run, and which images? give both, as in: grassy predict runs/finetune holiday/")
+    run, *images = words
+    first = Path(run)
+    if is_run(first):
+        if not images:
+            raise ValueError(f"which images? give them after the run, as in: grassy predict {run} holiday/")
+        return run, images
+    if swapped := next((image for image in images if is_run(Path(image))), None):
+        others = " ".join(word for word in words if word != swapped)
+        raise ValueError(f"{run} is no run, but {swapped} is: give it first, as in: grassy predict {swapped} {others}")
+    if not images and (first.is_file() or first.suffix.lower() in image_suffixes()):
+        raise ValueError(f"which run? give it before the images, as in: grassy predict RUN {run}")
+    check_run(first)
+    if not images:
+        raise ValueError(f"{run} is no run: give a run and images, as in: grassy predict runs/finetune {run}")
+    return run, images

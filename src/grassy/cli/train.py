@@ -49,6 +49,9 @@ def run(args: argparse.Namespace) -> int:
     resumed = _folder_to_resume(args)
     flags = ("seed", "epochs", "batch_size", "lr", "workers", "initial_checkpoint", "val_fraction")
     given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
+    for word in args.settings:
+        if "=" not in word and Path(word).exists():
+            raise ValueError(f"{word} is no setting key=value: for the images in it, give --data-dir {word}")
     for flag in given:
         if any(setting.startswith(f"{flag}=") for setting in args.settings):
             raise ValueError(f"{flag} is given twice, as --{flag.replace('_', '-')} and as {flag}=")
@@ -85,4 +88,6 @@ def _folder_to_resume(args: argparse.Namespace) -> Path | None:
     folder = source if source.is_dir() else source.parent
     if args.recipe is None and not source.exists():
         raise ValueError(f"there is no run {source} to go on with")
+    if args.recipe is None and not (folder / "args.yaml").is_file():
+        raise ValueError(f"{folder} is no run, for it holds no args.yaml: --resume takes the folder of a run")
     return folder
