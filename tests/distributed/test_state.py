@@ -294,3 +294,17 @@ def test_a_save_is_there_when_it_is_whole_and_older_ones_go_when_it_is(tmp_path,
     assert save_state(tmp_path, model, optimizer, {"number": 4}) == tmp_path / "save-3"
     assert [entry.name for entry in tmp_path.iterdir()] == ["save-3"]
     assert load_state(tmp_path, *build(sharded=False)) == {"number": 4}
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+
+
+def test_what_each_rank_had_of_its_own_may_be_left_in_the_save(tmp_path):
+    model, _ = build(sharded=False)
+    save_state(tmp_path, model, plain={"number": 1}, own={"seen": torch.tensor(3)})
+    assert load_state(tmp_path, model) == {"number": 1}
+    seen = torch.tensor(-1)
+    load_state(tmp_path, model, own={"seen": seen})
+    assert seen == 3
+    with pytest.raises(ValueError, match=r"it lacks own.other"):
+        load_state(tmp_path, model, own={"seen": seen, "other": torch.tensor(0)})

@@ -177,6 +177,8 @@ def load_state(
 ) -> dict[str, Any]:
     """Load the newest save in `folder`, or the save that it is, in place, and return what was plain.
 
+    own: tensors to restore on the same number of ranks; without it, those of the save are left unread.
+
     All ranks call it, as many as they like. A ValueError, on all of them, if files are damaged, missing or not of this
     save, or if they are of another model; then nothing is loaded.
     """
@@ -189,8 +191,8 @@ def load_state(
     if optimizer is not None:
         tensors |= _empty_optimizer_state(saved, model, optimizer)
     rows: dict[str, Tensor] = {}
-    if saved.ranks == _ranks():
-        rows = {f"own.{name}": _rows_of_ranks(tensor) for name, tensor in (own or {}).items()}
+    if own is not None and saved.ranks == _ranks():
+        rows = {f"own.{name}": _rows_of_ranks(tensor) for name, tensor in own.items()}
         _check_names(saved, "own", set(rows))
     load_tensors(saved, {**tensors, **rows})
     for name, tensor in (own or {}).items():
