@@ -308,3 +308,10 @@ def test_what_each_rank_had_of_its_own_may_be_left_in_the_save(tmp_path):
     assert seen == 3
     with pytest.raises(ValueError, match=r"it lacks own.other"):
         load_state(tmp_path, model, own={"seen": seen, "other": torch.tensor(0)})
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, True, "2", None])
+def test_at_least_one_save_is_kept(tmp_path, keep):
+    with pytest.raises(ValueError, match="keep must be an integer of at least 1, got "):
+        save_state(tmp_path / "state", build(sharded=False)[0], keep=keep)
+    assert list(tmp_path.iterdir()) == []

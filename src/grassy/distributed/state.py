@@ -68,8 +68,10 @@ def save_state(
     plain: what JSON can hold; rank 0's is written.
     average: another model to save, such as a moving average of the weights.
     own: tensors that each rank has its own values of. They are restored on the same number of ranks only.
-    keep: so many saves stay; older ones are removed once this one is whole.
+    keep: so many saves stay, at least this one; older ones are removed once this one is whole.
     """
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+        raise ValueError(f"keep must be an integer of at least 1, got {keep!r}")
     tensors = {**_model_tensors("model", model), **_model_tensors("average", average)}
     described = None
     if optimizer is not None:
