@@ -310,6 +310,38 @@ def test_what_each_rank_had_of_its_own_may_be_left_in_the_save(tmp_path):
         load_state(tmp_path, model, own={"seen": seen, "other": torch.tensor(0)})
 
 
+def circular():
+    values = []
+    values.append(values)
+    return values
+
+
+@pytest.mark.parametrize(
+    ("plain", "error", "words"),
+    [
+        ({"names": {"a"}}, TypeError, "plain must hold only what JSON can: Object of type set"),
+        ({(1, 2): 3}, TypeError, "plain must hold only what JSON can: keys must be str"),
+        ({"loop": circular()}, ValueError, "plain must hold only what JSON can: Circular reference"),
+    ],
+)
+def test_what_json_cannot_hold_is_refused_before_anything_is_written(tmp_path, plain, error, words):
+    with pytest.raises(error, match=words):
+        save_state(tmp_path / "state", build(sharded=False)[0], plain=plain)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dtype_that_is_not_supported_is_refused_on_all_ranks_before_anything_is_written(tmp_path):
+    def work(rank):
+        model = Model(sharded=True)
+        dtype = torch.complex64 if rank == 1 else torch.float32
+        with pytest.raises(ValueError, match=r"model\.phase .* got torch\.complex64"):
+            model.register_buffer("phase", torch.zeros(2, dtype=dtype))
+            save_state(tmp_path / "state", model)
+
+    on_ranks(2, tmp_path, work)
+    assert not (tmp_path / "state").exists()
+
+
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True, "2", None])
 def test_at_least_one_save_is_kept(tmp_path, keep):
     with pytest.raises(ValueError, match="keep must be an integer of at least 1, got "):

@@ -88,7 +88,8 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor], plain: Mapping[str
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
     tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    target = on_rank_0(lambda: _begin(folder))
+    content = {"format": FORMAT, "ranks": _ranks(), "tensors": everywhere(lambda: _described(tensors)), **plain}
+    target = on_rank_0(lambda: _begin(folder, content))
     part = target.with_name(target.name + PART)
     # safetensors builds a file in memory first: a file for each kind of tensors needs less of it than one for all.
     kinds = sorted({_kind(name) for name in tensors})
@@ -96,20 +97,32 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor], plain: Mapping[str
     writer = HuggingFaceStorageWriter(str(part), places, save_distributed=True)
     with _in_one_sentence(f"{target} could not be written"), _without_warnings():
         dcp_save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
-    files = gathered([everywhere(lambda: _described(part))])
-    content = {
-        "format": FORMAT,
-        "ranks": len(files),
-        "files": {name: each for own in files for name, each in own.items()},
-        "tensors": {name: [NAMES[tensor.dtype], *tensor.shape] for name, tensor in sorted(tensors.items())},
-        **plain,
-    }
+    files = gathered([everywhere(lambda: _written(part))])
+    content["files"] = {name: each for own in files for name, each in own.items()}
     on_rank_0(lambda: _finish(part, target, content, keep))
     return target
 
 
-def _begin(folder: Path) -> Path:
-    """The path of the next save, of which there is an empty folder; what a killed process was writing is removed."""
+def _described(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """The dtype and the shape of each tensor, as `state.json` has them."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in NAMES)
+            raise ValueError(f"{name} must be a tensor of {allowed}, got {tensor.dtype}")
+    return {name: [NAMES[tensor.dtype], *tensor.shape] for name, tensor in sorted(tensors.items())}
+
+
+def _begin(folder: Path, content: Mapping[str, Any]) -> Path:
+    """The path of the next save, of which there is an empty folder; what a killed process was writing is removed.
+
+    content: what `state.json` is to say. What JSON cannot hold is refused here, before any tensor is written.
+    """
+    for name, value in content.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{name} must hold only what JSON can: {_one_line(error)}") from None
     folder.mkdir(parents=True, exist_ok=True)
     for entry in folder.iterdir():
         if entry.name.startswith("save-") and entry.name.endswith((PART, GONE)):
@@ -119,7 +132,7 @@ def _begin(folder: Path) -> Path:
     return target
 
 
-def _described(part: Path) -> dict[str, Any]:
+def _written(part: Path) -> dict[str, Any]:
     """Size and digest of the files that this rank has written; DCP counts ranks from 1."""
     mine = sorted(part.glob(f"shard-{_rank() + 1:05d}-*"))
     return {file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)} for file in mine}
