@@ -183,7 +183,7 @@ def replaced_by_link(save):
 DAMAGE = {
     "a pickle beside them": (
         lambda save: put(save, ".metadata", pickle.dumps(Pickled(save / "ran"))),
-        "holds .metadata, which is no part of this save",
+        "holds .metadata, which is none of the",
     ),
     "a shard that is a pickle": (
         lambda save: put(save, shards(save)[0].name, pickle.dumps(Pickled(save / "ran"))),
@@ -196,7 +196,7 @@ DAMAGE = {
     ),
     "a stale shard of a larger world": (
         lambda save: shutil.copy(shards(save)[0], save / "shard-00007-model-00001-of-00002.safetensors"),
-        "holds shard-00007-model-00001-of-00002.safetensors, which is no part of this save",
+        "holds shard-00007-model-00001-of-00002.safetensors, which is none of the",
     ),
     "a missing shard": (lambda save: shards(save)[2].unlink(), "one of the"),
     "a link instead of a shard": (replaced_by_link, "is not a regular file"),
@@ -296,6 +296,102 @@ def test_a_save_is_there_when_it_is_whole_and_older_ones_go_when_it_is(tmp_path,
     assert load_state(tmp_path, *build(sharded=False)) == {"number": 4}
 
 
+def remove_refused(patch):
+    """As NFS does while another process has a file of the folder open."""
+
+    def rmdir(*_, **__):
+        raise OSError(39, "Directory not empty")
+
+    patch.setattr(os, "rmdir", rmdir)
+
+
+def rename_refused(patch):
+    rename = os.rename
+
+    def refuse(source, target, **options):
+        if str(target).endswith(".gone"):
+            raise OSError(16, "Device or resource busy")
+        rename(source, target, **options)
+
+    patch.setattr(os, "rename", refuse)
+
+
+@pytest.mark.parametrize("refuse", [remove_refused, rename_refused])
+def test_old_saves_that_cannot_be_removed_stop_no_run(tmp_path, monkeypatch, refuse):
+    model, optimizer = build(sharded=False)
+    save_state(tmp_path, model, optimizer, {"number": 1})
+    with monkeypatch.context() as patch:
+        refuse(patch)
+        for number in (2, 3):
+            assert save_state(tmp_path, model, optimizer, {"number": number}) == tmp_path / f"save-{number}"
+            assert load_state(tmp_path, *build(sharded=False)) == {"number": number}
+    save_state(tmp_path, model, optimizer, {"number": 4})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["save-4"]  # the next save removes them all
+
+
+def test_a_straggler_of_an_earlier_start_does_not_write_into_the_next_save(tmp_path, monkeypatch):
+    model, optimizer = build(sharded=False)
+    parts = []
+
+    def killed(part, *_):
+        parts.append(part)
+        full_disk()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state_module, "_finish", killed)
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space left"):
+                save_state(tmp_path, model, optimizer)
+            assert list(tmp_path.iterdir()) == []  # a full disk is not left fuller
+    assert parts[0] != parts[1]
+    parts[0].mkdir()  # what the straggler leaves is removed
+    put(parts[0], "shard-00002-model-00001-of-00001.safetensors", b"late")
+    save_state(tmp_path, model, optimizer, {"number": 1})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["save-1"]
+    assert load_state(tmp_path, *build(sharded=False)) == {"number": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda part, written: put(part, "foreign", b""), "holds foreign, which is none of the files"),
+        (lambda part, written: shards(part)[0].unlink(), "lacks shard-00001-model-00001-of-00001.safetensors"),
+        (lambda part, written: os.truncate(shards(part)[0], 40), "it has 40 bytes"),
+        (lambda part, written: written[1].pop(), "rows of model."),
+    ],
+)
+def test_a_save_that_is_not_whole_never_replaces_the_one_before(tmp_path, monkeypatch, change, words):
+    model, _ = build(sharded=False)
+    save_state(tmp_path, model, plain={"number": 1})
+    look = state_module._written
+
+    def changed(part, *others):
+        written = look(part, *others)
+        change(part, written)
+        return written
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state_module, "_written", changed)
+        with pytest.raises(OSError, match="save-2 could not be written: ") as caught:
+            save_state(tmp_path, model)
+    assert words in str(caught.value)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["save-1"]
+    assert load_state(tmp_path, model) == {"number": 1}
+
+
+def test_ranks_that_do_not_share_a_folder_cannot_save(tmp_path):
+    def work(rank):
+        (tmp_path / f"machine-{rank}").mkdir()
+        os.chdir(tmp_path / f"machine-{rank}")
+        with pytest.raises(OSError, match=r"state/save-1 could not be written: .* lacks shard-00002-") as caught:
+            save_state("state", build(sharded=True)[0])
+        return str(caught.value)
+
+    first, second = on_ranks(2, tmp_path, work)
+    assert first == second
+    assert newest(tmp_path / "machine-0" / "state") is None
+
+
 # ------------------------------------------------------------------------------------------------ arguments
 
 
@@ -334,8 +430,8 @@ def test_a_dtype_that_is_not_supported_is_refused_on_all_ranks_before_anything_i
     def work(rank):
         model = Model(sharded=True)
         dtype = torch.complex64 if rank == 1 else torch.float32
+        model.register_buffer("phase", torch.zeros(2, dtype=dtype))
         with pytest.raises(ValueError, match=r"model\.phase .* got torch\.complex64"):
-            model.register_buffer("phase", torch.zeros(2, dtype=dtype))
             save_state(tmp_path / "state", model)
 
     on_ranks(2, tmp_path, work)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import stat
 import warnings
@@ -33,7 +34,7 @@ MANIFEST = "state.json"
 FORMAT = 1
 #: The largest `state.json` that is read, in bytes: it names every class.
 MOST_BYTES = 2**31
-#: A save that is not whole yet has this name, and one that is removed.
+#: The name of a save that is not whole yet ends so, and the name of one that is being removed.
 PART, GONE = ".part", ".gone"
 #: State of an optimizer that is a sum over classes: of a sharded weight, each rank has the sum over its own.
 SUMMED = ("counts",)
@@ -89,17 +90,20 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor], plain: Mapping[str
 
     tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     content = {"format": FORMAT, "ranks": _ranks(), "tensors": everywhere(lambda: _described(tensors)), **plain}
-    target = on_rank_0(lambda: _begin(folder, content))
-    part = target.with_name(target.name + PART)
+    target, part = on_rank_0(lambda: _begin(folder, content))
     # safetensors builds a file in memory first: a file for each kind of tensors needs less of it than one for all.
     kinds = sorted({_kind(name) for name in tensors})
     places = {name: 1 + kinds.index(_kind(name)) for name in tensors}
-    writer = HuggingFaceStorageWriter(str(part), places, save_distributed=True)
-    with _in_one_sentence(f"{target} could not be written"), _without_warnings():
-        dcp_save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
-    files = gathered([everywhere(lambda: _written(part))])
-    content["files"] = {name: each for own in files for name, each in own.items()}
-    on_rank_0(lambda: _finish(part, target, content, keep))
+    try:
+        writer = HuggingFaceStorageWriter(str(part), places, save_distributed=True)
+        with _in_one_sentence(f"{target} could not be written"), _without_warnings():
+            dcp_save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
+        written = gathered([everywhere(lambda: _written(part, content["tensors"]))])
+        on_rank_0(lambda: _finish(part, target, content, written, keep))
+    except BaseException:
+        if _rank() == 0:
+            shutil.rmtree(part, ignore_errors=True)
+        raise
     return target
 
 
@@ -112,8 +116,10 @@ def _described(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
     return {name: [NAMES[tensor.dtype], *tensor.shape] for name, tensor in sorted(tensors.items())}
 
 
-def _begin(folder: Path, content: Mapping[str, Any]) -> Path:
-    """The path of the next save, of which there is an empty folder; what a killed process was writing is removed.
+def _begin(folder: Path, content: Mapping[str, Any]) -> tuple[Path, Path]:
+    """The path of the next save, and the empty folder to write it to; what a killed process was writing is removed.
+
+    The folder has a name that no other start knows: a process that outlives an earlier one cannot write into it.
 
     content: what `state.json` is to say. What JSON cannot hold is refused here, before any tensor is written.
     """
@@ -126,33 +132,62 @@ def _begin(folder: Path, content: Mapping[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for entry in folder.iterdir():
         if entry.name.startswith("save-") and entry.name.endswith((PART, GONE)):
-            shutil.rmtree(entry)
+            shutil.rmtree(entry, ignore_errors=True)
     target = folder / f"save-{max(saves(folder), default=0) + 1}"
-    target.with_name(target.name + PART).mkdir()
-    return target
+    part = _aside(target, PART)
+    part.mkdir()
+    return target, part
 
 
-def _written(part: Path) -> dict[str, Any]:
-    """Size and digest of the files that this rank has written; DCP counts ranks from 1."""
+def _aside(save: Path, ending: str) -> Path:
+    return save.with_name(f"{save.name}.{secrets.token_hex(8)}{ending}")
+
+
+#: Name, first row and number of rows of a part of a tensor.
+Chunk = tuple[str, int, int]
+
+
+def _written(part: Path, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], list[Chunk]]:
+    """Size and digest of the files that this rank has written, and what is in them; DCP counts ranks from 1."""
     mine = sorted(part.glob(f"shard-{_rank() + 1:05d}-*"))
-    return {file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)} for file in mine}
+    files = {file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)} for file in mine}
+    return files, [chunk for file in mine for chunk in _chunks(file, tensors)]
 
 
-def _finish(part: Path, target: Path, content: Mapping[str, Any], keep: int) -> None:
-    text = json.dumps(content)
+def _finish(
+    part: Path,
+    target: Path,
+    content: Mapping[str, Any],
+    written: list[tuple[dict[str, Any], list[Chunk]]],
+    keep: int,
+) -> None:
+    """Give a save its name if what all ranks have written is whole, and only then remove older ones."""
+    files = {name: each for own, _ in written for name, each in own.items()}
+    text = json.dumps({**content, "files": files})
     sealed = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text})
     with (part / MANIFEST).open("x", encoding="utf-8") as file:
         file.write(sealed)
         file.flush()
         os.fsync(file.fileno())
+    try:
+        _check_folder(part, files)
+        _check_cover(part, content["tensors"], [chunk for _, chunks in written for chunk in chunks])
+    except ValueError as error:
+        raise OSError(f"{target} could not be written: {error}; do all processes write to the same folder?") from None
     _sync(part)
     part.rename(target)
     _sync(target.parent)
     numbers = saves(target.parent)
-    for number in sorted(numbers)[:-keep]:  # renamed first: a save is whole, or has another name
-        gone = numbers[number].with_name(numbers[number].name + GONE)
-        numbers[number].rename(gone)
-        shutil.rmtree(gone)
+    for number in sorted(numbers)[:-keep]:
+        _remove(numbers[number])
+
+
+def _remove(save: Path) -> None:
+    """Remove an old save as far as the file system allows: the new one is whole, and the next save tries again."""
+    gone = _aside(save, GONE)
+    with contextlib.suppress(OSError):
+        save.rename(gone)  # first: a save is whole, or has another name
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def saves(folder: Path) -> dict[int, Path]:
@@ -233,13 +268,15 @@ def open_state(path: Path, alone: bool = False) -> Saved:
         save = _find(path)
         content = _read_manifest(save)
         _check_folder(save, content["files"])
-        chunks = [chunk for name in sorted(content["files"]) for chunk in _chunks(save / name, content)]
+        chunks = [chunk for name in sorted(content["files"]) for chunk in _checked_chunks(save / name, content)]
     else:
         save = on_rank_0(lambda: _find(path))  # one answer, whatever is saved meanwhile
         content = everywhere(lambda: _read_manifest(save))
         everywhere(lambda: _check_folder(save, content["files"]))
         own = sorted(content["files"])[_rank() :: _ranks()]
-        chunks = gathered(everywhere(lambda: [chunk for name in own for chunk in _chunks(save / name, content)]))
+        chunks = gathered(
+            everywhere(lambda: [chunk for name in own for chunk in _checked_chunks(save / name, content)])
+        )
     _check_cover(save, content["tensors"], chunks)
     tensors = {name: (DTYPES[dtype], tuple(shape)) for name, (dtype, *shape) in content["tensors"].items()}
     return Saved(save, content["ranks"], tensors, content["plain"], content["optimizer"])
@@ -317,7 +354,7 @@ def _check_folder(save: Path, files: Mapping[str, Any]) -> None:
     if missing := sorted(files.keys() - there):
         raise ValueError(f"{save} lacks {missing[0]}, one of the {len(files)} files of this save")
     if foreign := sorted(there - files.keys()):
-        raise ValueError(f"{save} holds {foreign[0]}, which is no part of this save: nothing was read, move it away")
+        raise ValueError(f"{save} holds {foreign[0]}, which is none of the files of this save")
     for name, each in files.items():
         status = os.lstat(save / name)
         if not stat.S_ISREG(status.st_mode):
@@ -326,14 +363,15 @@ def _check_folder(save: Path, files: Mapping[str, Any]) -> None:
             raise ValueError(f"{save / name} is damaged: it has {status.st_size:,} bytes, not {each['bytes']:,}")
 
 
-#: Name, first row and number of rows of a part of a tensor.
-Chunk = tuple[str, int, int]
-
-
-def _chunks(path: Path, content: Mapping[str, Any]) -> list[Chunk]:
+def _checked_chunks(path: Path, content: Mapping[str, Any]) -> list[Chunk]:
     """Which rows of which tensors a file has; a ValueError if it is not the file that was saved."""
     if _digest(path) != content["files"][path.name]["sha256"]:
         raise ValueError(f"{path} is damaged: its SHA-256 is no longer the one that it was saved with")
+    return _chunks(path, content["tensors"])
+
+
+def _chunks(path: Path, tensors: Mapping[str, Any]) -> list[Chunk]:
+    """Which rows of which tensors a file has, by its header."""
     chunks = []
     try:
         with safe_open(path, framework="pt") as file:
@@ -341,7 +379,7 @@ def _chunks(path: Path, content: Mapping[str, Any]) -> list[Chunk]:
             for name in file.keys():  # noqa: SIM118 (it is no dict)
                 part = file.get_slice(name)
                 start, shape, dtype = offsets[name]["saved_offsets"], part.get_shape(), part.get_dtype()
-                expected, *whole = content["tensors"][name]
+                expected, *whole = tensors[name]
                 if dtype != expected or len(start) != len(shape) or len(shape) != len(whole):
                     raise ValueError(f"{name} has another dtype or shape than {MANIFEST} says")
                 if any(start[1:]) or shape[1:] != whole[1:] or not all(isinstance(place, int) for place in start):
