@@ -1,5 +1,7 @@
 """Folders of the hub: the same logits come back, and timm and transformers read the rest without grassy."""
 
+import dataclasses
+import functools
 import json
 import shutil
 import subprocess
@@ -21,7 +23,7 @@ from grassy.inference.validate import validate
 from grassy.models import import_timm
 from grassy.report.analyze import analyze
 from grassy.runs.hub import CARD, CONFIG, HEAD, WEIGHTS
-from grassy.runs.weights import read_description
+from grassy.runs.weights import read_description, read_weights, save_weights
 from training_cases import tiny_arrays, tiny_folders
 
 timm = import_timm()
@@ -425,7 +427,7 @@ def test_commands_open_a_folder_that_was_published_from_a_run(tmp_path):
     for name in ("eval_top1", "eval_loss", "train_loss"):
         assert f"| {name.replace('_', ' ')} | {about.metrics[name]:.4g} |" in card
     assert "| lr |" not in card
-    assert f"after epoch {about.epoch}" in card
+    assert f"after epoch {about.epoch + 1}" in card  # as training printed it
     assert f"- epochs: `{about.recipe['epochs']}`" in card
     assert "- hflip" not in card  # which is the default
     assert "library_name: timm" in card
@@ -452,6 +454,101 @@ def test_a_card_that_was_written_by_hand_stays_and_a_new_one_tells_the_metrics(t
     assert (tmp_path / "new" / CARD).read_text() == "mine"
 
 
+def test_paths_of_the_machine_are_not_published(tmp_path):
+    about = read_description(RUN / "model_best.safetensors")
+    secret = {"initial_checkpoint": "/home/me/secret.safetensors", "dataset": "hfds//home/me/secret"}
+    run = dataclasses.replace(about, recipe={**about.recipe, **secret}, metrics={"eval_top1": 1.0, "input_share": 0.25})
+    save_weights(read_weights(RUN), run, tmp_path / "run.safetensors")
+    publish(tmp_path / "run.safetensors", tmp_path / "hub")
+    for file in (tmp_path / "hub").iterdir():
+        assert b"secret" not in file.read_bytes(), file
+    assert "input share" not in (tmp_path / "hub" / CARD).read_text()
+    published = read_description(tmp_path / "hub" / WEIGHTS).recipe
+    assert published["initial_checkpoint"]  # a run that began with other weights does not look like one that did not
+    same = dataclasses.replace(run, recipe={**about.recipe, "initial_checkpoint": "hf-hub:me/public"})
+    save_weights(read_weights(RUN), same, tmp_path / "run.safetensors")
+    publish(tmp_path / "run.safetensors", tmp_path / "hub")
+    assert read_description(tmp_path / "hub" / WEIGHTS).recipe["initial_checkpoint"] == "hf-hub:me/public"
+
+
+@pytest.mark.parametrize("change", [{"head": {"gamma": "auto"}}, {"model": "test_resnet.r160_in1k"}])
+def test_a_published_folder_agrees_with_itself(change, tmp_path):
+    grassy.save(of_timm("test_resnet", "standardised"), tmp_path / "saved.safetensors")
+    about = read_description(tmp_path / "saved.safetensors")
+    changed = {"model": about.model, **change, "head": {**about.head, **change.get("head", {})}}
+    weights = read_weights(tmp_path / "saved.safetensors")
+    save_weights(weights, dataclasses.replace(about, **changed), tmp_path / "run.safetensors")
+    publish(tmp_path / "run.safetensors", tmp_path / "hub")
+    assert torch.equal(grassy.load(tmp_path / "hub").fc.weight, weights["fc.weight"])
+
+
+# ---------------------------------------------------------------------- over what is there already
+
+
+def in_parts(model: nn.Module) -> nn.Module:
+    model.save_pretrained = functools.partial(model.save_pretrained, max_shard_size="8KB")
+    return model
+
+
+@pytest.mark.parametrize("order", ["whole, parts", "parts, whole", "parts, timm", "timm, parts"])
+def test_a_second_save_leaves_nothing_of_the_first_to_load(order, tmp_path):
+    for kind in order.split(", "):
+        model = of_timm("test_resnet") if kind == "timm" else of_transformers("bert", "cosine")
+        with torch.no_grad():
+            next(model.parameters()).normal_()
+        grassy.save(in_parts(model) if kind == "parts" else model, tmp_path / "saved")
+        again = grassy.load(tmp_path / "saved").state_dict()
+        assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+        files = [file.name for file in (tmp_path / "saved").iterdir()]
+        assert (WEIGHTS in files) == (kind != "parts")
+        assert any(name.startswith("model-00001") for name in files) == (kind == "parts")
+        assert ("model.safetensors.index.json" in files) == (kind == "parts")
+
+
+@pytest.mark.parametrize("kind", ["timm", "transformers"])
+def test_nothing_is_written_over_a_run_or_over_files_of_others(kind, tmp_path):
+    model = of_timm("test_resnet") if kind == "timm" else of_transformers("bert")
+    shutil.copytree(RUN, tmp_path / "run")
+    TRANSFORMERS["bert"]().save_pretrained(tmp_path / "foreign")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "notes.txt").touch()
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    for folder, said in (
+        ("run", r"run is the folder of a run, with model_best\.safetensors: name another folder"),
+        ("foreign", r"foreign holds other files: name a new folder, or one that grassy\.save wrote"),
+        ("notes", "notes holds other files"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            grassy.save(model, tmp_path / folder)
+        with pytest.raises(ValueError, match=said):
+            publish(RUN, tmp_path / folder)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def test_a_folder_that_holds_all_but_a_model_gets_one(tmp_path):
+    for name in (".gitattributes", CARD, "tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"):
+        (tmp_path / name).write_text("{}")
+    grassy.save(of_transformers("bert"), tmp_path)
+    assert heads_of(grassy.load(tmp_path))
+
+
+def test_a_model_that_its_library_does_not_give_back_is_not_saved(tmp_path):
+    model = of_transformers("bert")
+    own = model.save_pretrained
+
+    def rounded(folder):
+        own(
+            folder, state_dict={name: tensor.bfloat16().to(tensor.dtype) for name, tensor in model.state_dict().items()}
+        )
+
+    model.save_pretrained = rounded
+    with pytest.raises(
+        ValueError, match=r"BertForSequenceClassification cannot be read again as it is saved: .* differs"
+    ):
+        grassy.save(model, tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
@@ -475,20 +572,84 @@ def test_a_config_that_contradicts_the_weights_is_refused(tmp_path):
     config = json.loads((tmp_path / CONFIG).read_text())
     for change, said in (
         ({"gamma": 12.0}, r"gamma is 25\.0 there and 12\.0 here"),
-        ({"k": 2}, r"classifier\.weight|mismatch"),
+        ({"k": 2}, r"does not hold the weights that it describes: look at classifier\.weight"),
         ({"name": "grasman"}, "unknown head 'grasman', did you mean 'grassmann'"),
         ({"gama": 1.0}, "has no option 'gama'"),
         ({"name": 3}, r"head\.name must be a string"),
+        ({"model": 1}, "has no option 'model'"),
+        ({"num_classes": 7}, "has no option 'num_classes'"),
+        ({"device": "meta"}, "a head must be described without device, got 'meta'"),
+        ({"classifier": "nowhere"}, "classifier='nowhere' is not a module"),
     ):
         (tmp_path / CONFIG).write_text(json.dumps({**config, HEAD: {**config[HEAD], **change}}))
-        with pytest.raises((ValueError, RuntimeError), match=said):
+        with pytest.raises(ValueError, match=said) as caught:
             grassy.load(tmp_path)
+        assert "\n" not in str(caught.value)
     (tmp_path / CONFIG).write_text(json.dumps({**config, "architectures": ["os"]}))
     with pytest.raises(ValueError, match="transformers has no model 'os'"):
         grassy.load(tmp_path)
+    for names in (["BertModel", "BertForSequenceClassification"], "BertForSequenceClassification", [5], [], None):
+        (tmp_path / CONFIG).write_text(json.dumps({**config, "architectures": names}))
+        with pytest.raises(ValueError, match=r"config\.json: architectures must be a list of one name, got "):
+            grassy.load(tmp_path)
+    for change in ({"hidden_size": "wide"}, {"hidden_size": 15}, {"hidden_size": 32}, {"model_type": "nothing"}):
+        (tmp_path / CONFIG).write_text(json.dumps({**config, **change}))
+        with pytest.raises(ValueError, match="does not hold the weights that it describes") as caught:
+            grassy.load(tmp_path)
+        assert "\n" not in str(caught.value)
     (tmp_path / CONFIG).write_text("{")
     with pytest.raises(ValueError, match=r"config\.json cannot be read"):
         grassy.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"label_names": ["v", "w", "x", "y", "z"]}, "label_names"),
+        ({HEAD: {"name": "grassmann", "k": [1, 2, 3, 2, 1], "gamma": 3.0}}, HEAD),
+        ({"architecture": "resnet18"}, "architecture"),
+        ({"pretrained_cfg": {"crop_pct": 0.5}}, "crop_pct"),
+    ],
+)
+def test_a_config_of_timm_that_was_changed_is_refused_and_not_passed_over(change, name, tmp_path):
+    grassy.save(of_timm("test_resnet"), tmp_path, ["a", "b", "c", "d", "e"])
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps({**config, **change}))
+    with pytest.raises(
+        ValueError, match=rf"config\.json and the description in model\.safetensors have different values of {name}:"
+    ):
+        grassy.load(tmp_path)
+    (tmp_path / CONFIG).write_text(json.dumps({**config, "num_classes": "five"}))
+    with pytest.raises(ValueError, match=r"config\.json cannot be read: num_classes must be an integer"):
+        grassy.load(tmp_path)
+
+
+def test_a_description_of_a_timm_model_may_not_place_its_head(tmp_path):
+    grassy.save(of_timm("test_resnet"), tmp_path)
+    save_file(load_file(tmp_path / WEIGHTS), tmp_path / WEIGHTS)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    for option, said in (("device", "without device, got 'meta'"), ("model", "has no option 'model'")):
+        (tmp_path / CONFIG).write_text(json.dumps({**config, HEAD: {**config[HEAD], option: "meta"}}))
+        with pytest.raises(ValueError, match=said):
+            grassy.load(tmp_path)
+
+
+def test_weights_in_pickles_are_never_opened(tmp_path):
+    pytest.importorskip("peft")
+    grassy.save(of_transformers("bert"), tmp_path / "base")
+    with_adapters(grassy.load(tmp_path / "base")).save_pretrained(tmp_path / "adapters")
+    for folder, safe, pickled, said in (
+        ("adapters", "adapter_model.safetensors", "adapter_model.bin", r"adapters has no adapter_model\.safetensors"),
+        ("base", WEIGHTS, "pytorch_model.bin", "does not hold the weights that it describes: .*safetensors"),
+    ):
+        file = tmp_path / folder / safe
+        torch.save(load_file(file), file.with_name(pickled))
+        file.unlink()
+        with pytest.raises(ValueError, match=said) as caught:
+            grassy.load(tmp_path / folder)
+        assert "\n" not in str(caught.value)
+        if folder == "adapters":
+            file.with_name(pickled).unlink()
 
 
 def test_weights_that_are_missing_are_not_made_up(tmp_path):

@@ -4,31 +4,37 @@ import os
 import shutil
 import tempfile
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from grassy.heads import describe, heads_of
+from grassy.distributed.state import MANIFEST
+from grassy.heads import check_head_options, describe, heads_of
 from grassy.heads.state import KEY
 from grassy.inference.model_card import model_card
 from grassy.models import import_timm
 from grassy.runs.atomic import write_atomically
-from grassy.runs.hub import CARD, CONFIG, HEAD, WEIGHTS
-from grassy.runs.recipe import DEFAULTS
-from grassy.runs.schema import check_head
-from grassy.runs.weights import Description, save_weights
+from grassy.runs.hub import ADAPTER_WEIGHTS, ALL_WEIGHTS, CARD, CONFIG, HEAD, WEIGHTS, is_folder_of_hub, read_config
+from grassy.runs.recipe import ARGS, DEFAULTS
+from grassy.runs.schema import check_head, fail
+from grassy.runs.state import SAVES, STATE
+from grassy.runs.weights import BEST, BEST_SAVES, LAST, Description, save_weights, with_number_for_gamma
 from grassy.surgery import replace_head
 
 #: Columns of a run's table that say nothing about how good a model is.
-NO_RESULTS = ("lr", "head_lr", "seconds")
+NO_RESULTS = ("lr", "head_lr", "seconds", "input_share")
+#: Files and folders of a run, whose weights are loaded rather than those of a folder of the hub.
+OF_A_RUN = (BEST, LAST, BEST_SAVES, STATE, SAVES, ARGS, MANIFEST)
 
 
 def write_timm_folder(model: nn.Module, description: Description, folder: Path) -> None:
     """Write a timm model. A README.md that is there already stays."""
-    _check_folder(folder)
+    check_folder(folder)
+    description = with_number_for_gamma(description, model)
     config = _timm_config(model, description)
     save_weights(model, description, folder / WEIGHTS)
     card = model_card(
@@ -39,11 +45,17 @@ def write_timm_folder(model: nn.Module, description: Description, folder: Path) 
         classes=description.num_classes,
         facts={"image_size": description.img_size},
         metrics={name: value for name, value in description.metrics.items() if name not in NO_RESULTS},
-        epoch=description.epoch,
+        epoch=_epoch_as_printed(description),
         recipe=_changed_settings(description.recipe),
     )
     _write_card(card, folder)
+    _remove_other_weights(folder, [WEIGHTS])
     write_atomically(folder / CONFIG, lambda file: file.write(config))  # last: with it the folder is complete
+
+
+def _epoch_as_printed(about: Description) -> int | None:
+    """The epoch of a run counted from 1, as training prints it; files count from 0. One that a user gave stays."""
+    return about.epoch + 1 if about.epoch is not None and about.recipe else about.epoch
 
 
 def _changed_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,7 +107,7 @@ def write_transformers_folder(
     metrics: Mapping[str, float] | None,
 ) -> None:
     """Write a model of transformers by its `save_pretrained`, once it has been read again with the same weights."""
-    _check_folder(folder)
+    check_folder(folder)
     heads = heads_of(model)
     if not heads:
         raise ValueError(f"{type(model).__name__} has no head of grassy's: call grassy.replace_head(model, ...) first")
@@ -129,6 +141,8 @@ def write_transformers_folder(
         _write_card(card, folder)
         files = sorted(written.iterdir(), key=lambda file: file.name == CONFIG)  # that of the config last
         for file in files:
+            if file.name == CONFIG:
+                _remove_other_weights(folder, [each.name for each in files])
             shutil.copyfile(file, folder / f".{file.name}.new")
             os.replace(folder / f".{file.name}.new", folder / file.name)
 
@@ -145,13 +159,27 @@ def load_transformers(folder: Path) -> nn.Module:
     """The model of transformers in a folder, with the head that its config describes."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    head = check_head(HEAD, getattr(config, HEAD))
-    (name,) = getattr(config, "architectures", None) or [""]
-    kind = getattr(transformers, name, None)
+    described = read_config(folder) or {}
+    head = check_head(HEAD, described.get(HEAD))
+    check_described_head({name: value for name, value in head.items() if name != "classifier"}, folder / CONFIG)
+    names = described.get("architectures")
+    if not (isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)):
+        raise fail(f"{folder / CONFIG}: architectures", "a list of one name", names)
+    kind = getattr(transformers, names[0], None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        raise ValueError(f"{folder / CONFIG}: transformers has no model {name!r}")
-    model, info = _with_head(kind, head).from_pretrained(folder, config=config, output_loading_info=True)
+        raise ValueError(f"{folder / CONFIG}: transformers has no model {names[0]!r}")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model, info = _with_head(kind, head).from_pretrained(
+            folder,
+            config=config,
+            output_loading_info=True,
+            use_safetensors=True,  # never a pickle
+            ignore_mismatched_sizes=True,  # they are in `info`, and refused below
+        )
+    except Exception as error:  # a config may hold anything, for which constructors raise all sorts of things
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"{folder} does not hold the weights that it describes: {reason}") from error
     lost = [key for key in info["missing_keys"] if key.split(".")[-1] != KEY]
     lost += [*info["unexpected_keys"], *(key for key, *_ in info["mismatched_keys"])]
     if lost:
@@ -167,6 +195,8 @@ def load_transformers(folder: Path) -> nn.Module:
 
 def load_adapters(folder: Path, base: nn.Module) -> nn.Module:
     """A model with the adapters of PEFT in a folder."""
+    if not (folder / ADAPTER_WEIGHTS).is_file():  # PEFT would unpickle another file
+        raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}, the only file that adapters are loaded from")
     from peft import PeftModel
 
     model: nn.Module = PeftModel.from_pretrained(base, folder).eval()
@@ -187,9 +217,33 @@ def _with_head(kind: Any, head: dict[str, Any]) -> Any:
     return WithHead
 
 
-def _check_folder(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
+def check_described_head(head: Mapping[str, Any], file: Path) -> None:
+    """Raise a ValueError if a head out of a file has other options than its kind; where its tensors go is none."""
+    try:
+        check_head_options(head["name"], [name for name in head if name != "name"])
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    if wrong := next((name for name in ("device", "dtype") if name in head), None):
+        raise ValueError(f"{file}: a head must be described without {wrong}, got {head[wrong]!r}")
+
+
+def check_folder(folder: Path) -> None:
+    """Raise a ValueError if a model must not be written there: over a run, or over files that are not grassy's."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
         raise ValueError(f"{folder} is a file: name a folder, or a file that ends in .safetensors")
+    if name := next((name for name in OF_A_RUN if (folder / name).exists()), None):
+        raise ValueError(f"{folder} is the folder of a run, with {name}: name another folder")
+    if not is_folder_of_hub(folder):
+        raise ValueError(f"{folder} holds other files: name a new folder, or one that grassy.save wrote")
+
+
+def _remove_other_weights(folder: Path, written: Collection[str]) -> None:
+    """Remove weights of an earlier save, which could be loaded in the place of those that have been written."""
+    for file in folder.iterdir():
+        if file.name not in written and any(fnmatch(file.name, pattern) for pattern in ALL_WEIGHTS):
+            file.unlink()
 
 
 def _write_card(text: str, folder: Path) -> None:

@@ -14,7 +14,7 @@ from grassy.extras import needs
 from grassy.heads import heads_of
 from grassy.heads.per_class import PerClassHead
 from grassy.heads.state import options_in
-from grassy.inference.hub import load_adapters, load_transformers
+from grassy.inference.hub import check_described_head, load_adapters, load_transformers
 from grassy.models import create_model
 from grassy.runs.hub import base_of_adapters, is_of_transformers, local_folder, read_config
 from grassy.runs.weights import Description, evaluated_kind, read_description, read_weights, weights_file
@@ -40,6 +40,7 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn
         return load_transformers(path).to(device)
     file = weights_file(path)
     description = read_description(file)
+    check_described_head(description.head, file)
     weights = read_weights(file)
     _check_weights(weights, description, file)
     # Weights that training began with are none of the model's options: its own are in the file.

@@ -1,6 +1,8 @@
 """`grassy.save`: a model in one file or folder, from which `grassy.load` and all commands build it again."""
 
+import dataclasses
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,20 @@ from torch.optim import swa_utils
 from grassy._version import __version__
 from grassy.extras import needs
 from grassy.heads import Head, describe, heads_of
-from grassy.inference.hub import is_transformers_model, write_timm_folder, write_transformers_folder
+from grassy.inference.hub import check_folder, is_transformers_model, write_timm_folder, write_transformers_folder
 from grassy.inference.load import load
 from grassy.models import create_model, import_timm
+from grassy.runs.hub import REMOTE
+from grassy.runs.recipe import DEFAULTS
 from grassy.runs.weights import Description, description_text, read_description, save_weights, weights_file
 
 #: Endings of files that others write; all else but .safetensors is a folder.
 OTHER_FILES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".onnx", ".pt2", ".tar", ".zip", ".json", ".h5")
+
+#: What a folder says in the place of the weights that a run began with.
+NOT_PUBLISHED = "not published"
+#: An absolute path in a setting, also behind the name of a reader of timm, as in "hfds//data".
+PATH = re.compile(r"(^|[/:=\s])(/|~|[A-Za-z]:[\\/])")
 
 
 @needs("grassy.save", extra="train")
@@ -100,9 +109,26 @@ def save(
 
 def publish(checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Path:
     """Write the model of a run, or of a file, into a folder for the hub, with a card that tells what the run knew."""
+    check_folder(Path(folder))
     file = weights_file(Path(checkpoint))
-    write_timm_folder(load(file), read_description(file), Path(folder))
+    about = read_description(file)
+    write_timm_folder(load(file), dataclasses.replace(about, recipe=_without_places(about.recipe)), Path(folder))
     return Path(folder)
+
+
+def _without_places(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run without paths of the machine that it ran on.
+
+    First weights are still said to have been given: without them the run would pass for a row of the paper.
+    """
+    found = dict(recipe)
+    for name in ("dataset", "train_split", "val_split"):
+        if PATH.search(str(recipe.get(name, ""))):
+            found[name] = DEFAULTS[name]
+    first = recipe.get("initial_checkpoint")
+    if first and not str(first).startswith(REMOTE):
+        found["initial_checkpoint"] = NOT_PUBLISHED
+    return found
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -4,12 +4,24 @@ grassy adds one key to the config, "grassy_head": the name and the options of th
 that timm and transformers read the rest of the model without grassy.
 """
 
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from grassy.runs.schema import MOST_DESCRIPTION, parse_json, read_text
 
-CONFIG, WEIGHTS, CARD, ADAPTERS = "config.json", "model.safetensors", "README.md", "adapter_config.json"
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+ADAPTERS, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+#: Weights of transformers and timm, whole or in parts: of these a folder holds those of one model only.
+ALL_WEIGHTS = (
+    *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model-*-of-*.bin", "pytorch_model.bin.index.json"),
+)
+#: What may lie in a folder before its model does: a cloned repository, a tokenizer, an image processor.
+BESIDE_A_MODEL = (
+    *(".*", CARD, "LICENSE*", "vocab.*", "merges.txt", "*.model", "chat_template.*"),
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*processor_config.json"),
+)
 #: The key that grassy adds to the config.
 HEAD = "grassy_head"
 #: How timm and grassy write the name of a repository on the hub: "hf-hub:user/name", or "hf-hub:user/name@revision".
@@ -62,8 +74,9 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def is_folder_of_hub(folder: Path) -> bool:
-    """Whether a folder that is there may be written to: one of the hub, or an empty one."""
-    return read_config(folder) is not None or not any(folder.iterdir())
+    """Whether a folder that is there may be written to: one of the hub, or one that holds no model or other files."""
+    names = [file.name for file in folder.iterdir()]
+    return read_config(folder) is not None or all(any(fnmatch(name, p) for p in BESIDE_A_MODEL) for name in names)
 
 
 def is_of_transformers(config: dict[str, Any]) -> bool:

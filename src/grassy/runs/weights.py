@@ -25,6 +25,12 @@ BEST, LAST = "model_best.safetensors", "last.safetensors"
 #: A folder in the place of the best weights, if they are divided over processes. The last ones are in the state's.
 BEST_SAVES = "model_best"
 
+#: Fields of a description that have another name in the config of timm.
+CALLED_IN_CONFIG = {
+    **{"model": "architecture", "head": hub.HEAD, "model_kwargs": "model_args"},
+    **{"class_names": "label_names", "img_size": "input_size"},
+}
+
 
 @dataclass(frozen=True)
 class Description:
@@ -55,15 +61,21 @@ def save_weights(weights: nn.Module | Mapping[str, Tensor], description: Descrip
     A description that could not be read again raises a ValueError.
     """
     state = weights.state_dict() if isinstance(weights, nn.Module) else weights
-    modules = weights.modules() if isinstance(weights, nn.Module) else ()
-    heads = [module for module in modules if isinstance(module, GrassmannHead)]
-    if heads and description.head.get("gamma") == "auto":  # as a number it is the same in every version
-        description = dataclasses.replace(description, head={**description.head, "gamma": heads[0].initial_gamma})
+    if isinstance(weights, nn.Module):
+        description = with_number_for_gamma(description, weights)
     text = description_text(description)
     # Clones: safetensors refuses tensors that share memory, as tied weights do.
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
     data = save(tensors, metadata={"format": "pt", "grassy": text})
     write_atomically(path, lambda file: file.write(data))
+
+
+def with_number_for_gamma(description: Description, model: nn.Module) -> Description:
+    """The description with the number that "auto" stands for in a model: it is the same in every version."""
+    heads = [module for module in model.modules() if isinstance(module, GrassmannHead)]
+    if not heads or description.head.get("gamma") != "auto":
+        return description
+    return dataclasses.replace(description, head={**description.head, "gamma": heads[0].initial_gamma})
 
 
 def description_text(description: Description) -> str:
@@ -89,14 +101,32 @@ def read_description(path: Path) -> Description:
     else:
         with _opened(path) as file:
             text = (file.metadata() or {}).get("grassy")
-    config = hub.read_config(path.parent) if text is None and path.name == hub.WEIGHTS else None
+    config = hub.read_config(path.parent) if path.name == hub.WEIGHTS else None
     if not isinstance(text, str) and config is None:
         raise ValueError(f"{path} says nothing about its model: it was not written by grassy train or grassy.save")
     try:
-        fields = parse_json(text) if text is not None else hub.timm_description(config or {})
-        return Description(**check_description(fields))
+        fields = check_description(parse_json(text) if text is not None else hub.timm_description(config or {}))
     except ValueError as error:
         raise ValueError(f"{path} has a description that cannot be read: {error}") from None
+    if text is not None and config is not None and not hub.is_of_transformers(config):
+        _check_that_they_agree(fields, config, path)
+    return Description(**fields)
+
+
+def _check_that_they_agree(fields: Mapping[str, Any], config: dict[str, Any], path: Path) -> None:
+    """Raise a ValueError if the config beside a file of weights was changed: which of both is right, nobody knows."""
+    file = path.with_name(hub.CONFIG)
+    try:
+        others = check_description(hub.timm_description(config))
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
+    own = dataclasses.asdict(Description(**fields))
+    own["model_kwargs"] = {name: value for name, value in own["model_kwargs"].items() if name != "pretrained"}
+    if name := next((name for name in others if others[name] != own[name]), None):
+        called = CALLED_IN_CONFIG.get(name, name)
+        raise ValueError(
+            f"{file} and the description in {path.name} have different values of {called}: change both, by grassy.save"
+        )
 
 
 def weights_file(path: Path) -> Path:
