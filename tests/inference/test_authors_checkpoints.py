@@ -470,6 +470,34 @@ def test_a_released_file_becomes_a_folder_that_every_command_opens(checkpoint, t
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize(("k", "rows"), [pytest.param(8, 14, marks=pytest.mark.slow), (1, 2), (None, 7)])
+def test_weights_that_fit_several_rows_of_the_paper_need_its_name(k, rows, checkpoint, tmp_path, capsys):
+    """The authors' ResNet50-D by RSB-A1 has the tensors of that of 100 epochs, but other test images and figures."""
+    file = checkpoint(randomised(Classifier(ResNetV1d((3, 4, 6, 3)), CLASSES, k)))
+    folder = tmp_path / "out"
+    assert main(["import", str(file), "--output", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "say which row it is by --recipe, of " in error
+    names = error.split("by --recipe, of ")[1].strip().split(", ")
+    assert len(names) == rows
+    if k == 8:
+        assert {"resnet50d-grassmann", "resnet50d-rsb-a1-grassmann", "resnet50d-rsb-a3-grassmann-fixres"} < set(names)
+    assert not folder.exists()
+    with pytest.raises(ValueError, match="which is not what recipe 'resnet50d-cosine' describes"):
+        import_checkpoint(file, folder, "resnet50d-cosine")
+    row = next(name for name in names if "rsb-a1" in name or "unnormalized" in name)
+    assert main(["import", str(file), "--output", str(folder), "--recipe", row]) == 0
+    about, recipe = read_description(folder / "model.safetensors"), grassy.runs.recipe.load_recipe(row)
+    assert (about.crop_pct, about.interpolation, paper_row(about)) == (recipe.crop_pct, recipe.interpolation, row)
+
+
+def test_an_import_does_not_write_over_other_files(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds other files: name a new folder"):
+        import_checkpoint(tmp_path / "missing.pth", tmp_path)
+
+
 def test_the_test_sizes_are_those_of_the_authors_configurations():
     recipes = {"resnet50d-grassmann": 256, "vgg13bn-grassmann": 256, "swin-t-grassmann": 256, "deit3-s-grassmann": 224}
     recipes |= {"resnet50d-rsb-a1-grassmann": 236, "resnet50d-rsb-a2-linear": 236}

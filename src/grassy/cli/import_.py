@@ -11,12 +11,12 @@ def add(commands: Commands) -> None:
         commands,
         "import",
         "convert a checkpoint of the paper's authors",
-        "grassy import resnet50d_gcr8.pth --output resnet50d-gcr8",
+        "grassy import resnet50d_gcr8.pth --recipe resnet50d-grassmann --output resnet50d-gcr8",
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="a checkpoint with the names of mmpretrain")
     parser.add_argument("--output", type=Path, required=True, help="the folder to write, as for the Hugging Face hub")
     parser.add_argument(
-        "--recipe", help="the row of the paper, such as resnet50d-rsb-a1-grassmann (default: by weights)"
+        "--recipe", help="the row of the paper, such as resnet50d-rsb-a1-grassmann (needed where weights fit several)"
     )
     parser.set_defaults(run=run, extra="train")
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from grassy import paper
-from grassy.inference.hub import write_timm_folder
+from grassy.inference.hub import check_folder, write_timm_folder
 from grassy.models import create_model, import_timm
 from grassy.runs.inert_pickle import read_tensors
 from grassy.runs.recipe import Recipe, load_recipe, recipe_names
@@ -38,14 +38,11 @@ class Converted(NamedTuple):
 def import_checkpoint(path: Path, folder: Path, recipe_name: str | None = None) -> str:
     """Write a released checkpoint into a folder for the hub, and return what it is, in words.
 
-    recipe_name: the row of the paper. By default that of 100 epochs (ResNet50-D has others, whose weights look alike).
+    recipe_name: the row of the paper. It must be given where the weights of several rows look alike.
     """
+    check_folder(folder)
     found = convert(read_tensors(path))
-    if recipe_name is None:
-        recipe_name = f"{found.architecture}-{'linear' if found.k is None else 'grassmann'}"
-        recipe_name += "" if found.k in (None, 8) else f"-k{found.k}"
-        if recipe_name not in recipe_names():
-            raise ValueError(f"the checkpoint holds {found.architecture} with k = {found.k}, no row of the paper's")
+    recipe_name = recipe_name or _only_row(found)
     recipe = load_recipe(recipe_name)
     _check_recipe(recipe, recipe_name, found)
     model = create_model(recipe.model, CLASSES, recipe.head, recipe.model_kwargs)
@@ -71,11 +68,30 @@ def import_checkpoint(path: Path, folder: Path, recipe_name: str | None = None) 
     return f"{folder}: {recipe.description} ({recipe_name}); the paper reports top-1 {figures['top1']:.2f}"
 
 
+def _only_row(found: Converted) -> str:
+    """The one row of the paper that weights fit: test images are prepared and figures reported by row."""
+    own = [name for name in recipe_names() if name.startswith(f"{found.architecture}-")]
+    rows = [name for name in own if (recipe := load_recipe(name)).paper and _fits(recipe, name, found)]
+    if not rows:
+        raise ValueError(f"the checkpoint holds {_held(found)}, no row of the paper's")
+    if len(rows) > 1:
+        raise ValueError(f"the checkpoint holds {_held(found)}: say which row it is by --recipe, of {', '.join(rows)}")
+    return rows[0]
+
+
+def _held(found: Converted) -> str:
+    return f"{found.architecture} with " + ("a linear classifier" if found.k is None else f"k = {found.k}")
+
+
+def _fits(recipe: Recipe, name: str, found: Converted) -> bool:
+    head = "linear" if found.k is None else "grassmann"
+    same = recipe.head["name"] == head and recipe.head.get("k") == found.k
+    return same and name.startswith(f"{found.architecture}-")
+
+
 def _check_recipe(recipe: Recipe, name: str, found: Converted) -> None:
-    own = recipe.head.get("k") if recipe.head["name"] == "grassmann" else None
-    if not name.startswith(f"{found.architecture}-") or own != found.k:
-        held = f"{found.architecture} with " + ("a linear classifier" if found.k is None else f"k = {found.k}")
-        raise ValueError(f"the checkpoint holds {held}, which is not what recipe {name!r} describes")
+    if not _fits(recipe, name, found):
+        raise ValueError(f"the checkpoint holds {_held(found)}, which is not what recipe {name!r} describes")
     if not recipe.paper:
         raise ValueError(f"recipe {name!r} is no row of the paper")
 
