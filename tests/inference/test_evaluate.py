@@ -7,6 +7,7 @@ from torch import nn
 
 from grassy.data.batch_transforms import Preparation
 from grassy.data.loader import Batch, Failure
+from grassy.heads import GrassmannHead
 from grassy.inference.evaluate import evaluate
 from ranks import on_ranks
 
@@ -37,6 +38,34 @@ def batches():
         images[torch.arange(3), labels[:3]] += 40
         yield Batch(images, labels, failures=[Failure(f"image {number}", "broken")])
     yield Batch(torch.zeros(2, 3, 1, 1, dtype=torch.uint8), torch.tensor([-1, -1]), blank=2)  # none could be read
+
+
+class Identity(nn.Module):
+    """The pixels of an image, through a head: its outlier score is the share of them outside of the first three."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = GrassmannHead(12, 2, k=3, gamma=1.0)
+        with torch.no_grad():
+            self.head.weight.zero_()
+            self.head.weight[0, :, :3] = self.head.weight[1, :, :3] = torch.eye(3)
+
+    def forward(self, images):
+        return self.head(images.flatten(1))
+
+
+def test_images_that_cannot_be_read_do_not_count_for_the_outlier_threshold():
+    """Forty images with increasing scores, of which one in twenty may be above it, and blank ones with a score of 1."""
+    outside = torch.arange(1, 41, dtype=torch.uint8)
+    pixels = torch.zeros(44, 12, dtype=torch.uint8)
+    pixels[:40, 0], pixels[:40, 5] = 100, outside
+    labels = torch.zeros(44, dtype=torch.int64).index_fill(0, torch.arange(40, 44), -1)
+    failures = [Failure(f"image {number}", "broken") for number in range(4)]
+    order = torch.randperm(44, generator=torch.Generator().manual_seed(0))
+    batch = Batch(pixels[order].view(44, 3, 2, 2), labels[order], failures=failures, blank=4)
+    metrics, found = evaluate(Identity(), [batch], PLAIN, CPU)
+    assert (metrics.images, found) == (40, failures)
+    assert metrics.outlier_threshold == pytest.approx(39**2 / (39**2 + 100**2), rel=1e-5)
 
 
 @pytest.mark.distributed
