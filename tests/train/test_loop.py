@@ -245,12 +245,16 @@ def test_a_run_that_was_begun_without_a_warm_up_of_the_average_goes_on_without(t
     """Its states say nothing of one, so the average must stay what it would have been."""
     data = tiny_arrays(tmp_path / "data")
     without = tiny_recipe(model_ema=True, model_ema_decay=0.9, model_ema_warmup=False, sched="constant")
-    train(without, data, tmp_path / "whole", quiet=True)
+    train(without.changed({"epochs": 3}), data, tmp_path / "whole", quiet=True)
     train(without.changed({"epochs": 1}), data, tmp_path / "old", quiet=True)
     state = read_torch(tmp_path / "old" / STATE)
     del state["recipe"]["model_ema_warmup"]
     save_state(state, tmp_path / "old" / STATE)
-    train(without.changed({"model_ema_warmup": True}), data, tmp_path / "old", "auto", quiet=True)
+    for epochs in (2, 3):  # what the first continuation saves must not have one either
+        again = without.changed({"model_ema_warmup": True, "epochs": epochs})
+        train(again, data, tmp_path / "old", "auto", quiet=True)
+        assert not load_recipe(tmp_path / "old" / "args.yaml").model_ema_warmup
+        assert not read_description(tmp_path / "old" / LAST).recipe["model_ema_warmup"]
     assert_same_weights(tmp_path / "whole", tmp_path / "old")
 
 

@@ -1,6 +1,7 @@
 """The checkpoints of a run: what is in them, when they are written, and how a run goes on from one."""
 
 import contextlib
+import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,14 +140,19 @@ class Checkpoints:
         }
         return state if len(ranks) == 1 else {**state, "ranks": ranks}
 
-    def restore(self, path: Path) -> None:
-        """Go on from a saved state; a ValueError if it belongs to another run."""
+    def restore(self, path: Path) -> Run:
+        """Go on from a saved state; a ValueError if it belongs to another run.
+
+        Returns the run, with the recipe that it goes on with.
+        """
         run, trained, divided = self.run, self.run.trained, path.is_dir()
         if is_divided(trained.model) and not divided:
             raise ValueError(
                 f"{path} is of a run in which every process had all weights: go on with shard_head=false fsdp=false"
             )
         saved = read_plain(path) if divided else read_torch(path)
+        if trained.average is not None and run.recipe.model_ema_warmup:
+            self.run = run = self._averaged_as_before(saved.get("recipe", {}))
         updates = run.position.updates_per_epoch
         check_same_run(saved, run.recipe, updates, self._images(), run.data.class_names, path)
         if (before := saved.get("head", trained.head)) != trained.head:
@@ -154,12 +160,10 @@ class Checkpoints:
                 f"{path} belongs to a run with head {before}, and this version of grassy makes {trained.head} of it: "
                 f"go on with version {saved.get('grassy')}, or begin another --output with --initial-checkpoint"
             )
-        if trained.average is not None and "model_ema_warmup" not in saved.get("recipe", {}):
-            trained.average.use_warmup = False  # begun by a version that had none
         try:
             if divided:
                 self._restore_divided(path)
-                return
+                return run
             trained.model.load_state_dict(saved["model"])
             trained.optimizer.load_state_dict(saved["optimizer"])
             if trained.average is not None:
@@ -179,6 +183,17 @@ class Checkpoints:
             raise ValueError(f"{path} does not belong to this recipe: {' '.join(str(error).split())[:200]}") from None
         run.step.number.fill_(run.position.done)
         self.restored_from = path.parent
+        return run
+
+    def _averaged_as_before(self, before: dict[str, Any]) -> Run:
+        """The run, without a warm-up of its average if it has had none: earlier versions knew none."""
+        run = self.run
+        if before.get("model_ema_warmup", False):
+            return run
+        assert run.trained.average is not None
+        run.trained.average.use_warmup = False
+        run.data.notes.append("goes on with model_ema_warmup=false, as the run began")
+        return dataclasses.replace(run, recipe=run.recipe.changed({"model_ema_warmup": False}))
 
     def _restore_divided(self, path: Path) -> None:
         run, trained, own = self.run, self.run.trained, self._own_tensors()

@@ -77,7 +77,7 @@ def opened_run(
     run = Run(recipe, output, process, data, trained, step, position)
     checkpoints = Checkpoints(run, folder)
     if resumed_from is not None:
-        checkpoints.restore(resumed_from)
+        run = checkpoints.restore(resumed_from)
     if len(set(distributed.gathered([position.done]))) > 1:  # of the same name, on disks that are not the same
         raise ValueError("the processes found different checkpoints: --output must be one folder for all machines")
     steps: Steps = EagerSteps(step, data.train, recipe.seed, process.rank)
@@ -91,7 +91,7 @@ def opened_run(
             stack.callback(folder.release)
             if resumed_from is not None:
                 folder.adopt_best(resumed_from)
-            records.save_settings(output, recipe, data_dir, process.world_size, process.device)
+            records.save_settings(output, run.recipe, data_dir, process.world_size, process.device)
             if data.held_out is not None:
                 records.save_split(output, recipe, data.held_out)
             curves = records.Curves(output, position.done)
