@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import tarfile
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +99,86 @@ def test_one_file_of_arrays_is_split_too(tmp_path):
     data = open_data(tiny_recipe(val_fraction=0.25), tiny_arrays(tmp_path) / "train.npz", CPU)
     assert len(data.held_out) == 10
     assert sorted(int(key) for key in data.held_out)[-1] < 40
+
+
+# ------------------------------------------------------------------------------------------------ folders in folders
+
+
+def nested(folder, *places):
+    """Three images in each of some folders below one."""
+    for place in places:
+        (folder / place).mkdir(parents=True, exist_ok=True)
+        for i in range(3):
+            Image.new("RGB", (12, 12)).save(folder / place / f"{place.replace('/', '-')}-{i}.png")
+    return folder
+
+
+def tar_of(folder):
+    file = folder.with_suffix(".tar")
+    with tarfile.open(file, "w") as archive:
+        archive.add(folder, arcname=".")
+    return file
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["folders", "tar"])
+@pytest.mark.parametrize(
+    ("places", "counts"),
+    [
+        (["cat/2021", "cat/2022", "dog/2021"], {"cat": 6, "dog": 3}),
+        (["cat/2021", "dog/2022", "dog/2023"], {"cat": 3, "dog": 6}),
+        (["cat", "cat/old", "dog"], {"cat": 6, "dog": 3}),
+        (["photos/cat", "photos/dog"], {"cat": 3, "dog": 3}),
+        (["photos/cat/2021", "photos/cat/2022", "photos/dog/2021"], {"cat": 6, "dog": 3}),
+        (["cat", "cat/old"], {"cat": 6}),
+    ],
+)
+def test_the_classes_of_a_folder_to_split_are_its_topmost_folders(tmp_path, packed, places, counts):
+    place = nested(tmp_path / "set", *places)
+    images, _ = open_set(tar_of(place) if packed else place)
+    labels = Counter(images.class_names[label] for label in images.labels().tolist())
+    assert labels == counts
+    assert images.class_names == list(counts)
+    for index in range(len(images)):
+        assert images.class_names[images.labels()[index]] in Path(images.name(index)).parts
+
+
+def test_images_that_lie_deeper_than_their_class_folders_are_mentioned(tmp_path):
+    def notes(place):
+        return [note for note in open_data(tiny_recipe(val_fraction=0.3), place, CPU).notes if "topmost" in note]
+
+    deep = nested(tmp_path / "deep", "cat/2021", "cat/2022", "dog")
+    (note,) = notes(deep)
+    assert note.startswith(f"4 training images lie in folders within their class folders, {deep / 'cat' / '2021'}")
+    assert not notes(nested(tmp_path / "flat", "cat", "dog"))
+
+
+def test_an_empty_class_folder_is_refused_and_an_empty_folder_within_one_is_not(tmp_path):
+    folder = nested(tmp_path / "set", "cat/2021", "dog")
+    (folder / "cat" / "2022").mkdir()
+    assert open_set(folder)[0].class_names == ["cat", "dog"]
+    (folder / "owl" / "2021").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"class folder .*owl.* holds no images"):
+        open_set(folder)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["folders", "tar"])
+def test_a_class_of_a_given_split_that_lies_in_two_places_is_refused(tmp_path, packed):
+    for part in ("train", "val"):
+        place = nested(tmp_path / part, "cat/2021", "dog/2021")
+        if packed:
+            tar_of(place)
+            shutil.rmtree(place)
+    with pytest.raises(ValueError, match=r"cat/2021 and dog/2021 in .*train.* would be one class '2021'"):
+        open_data(tiny_recipe(), tmp_path, CPU)
+
+
+def test_a_class_may_be_spread_over_several_tars(tmp_path):
+    for part in ("train", "val"):
+        for shard in ("0", "1"):
+            nested(tmp_path / part / shard, "cat", "dog")
+            tar_of(tmp_path / part / shard)
+            shutil.rmtree(tmp_path / part / shard)
+    assert open_data(tiny_recipe(), tmp_path, CPU).class_names == ["cat", "dog"]
 
 
 # ------------------------------------------------------------------------------------------------ a run

@@ -4,6 +4,7 @@ What is hidden, its name beginning with a dot, is not looked at: editors and sys
 """
 
 import io
+import itertools
 import os
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -99,17 +100,19 @@ class ClassReader:
         return os.path.basename(self.names[index]) if basename else self.names[index]
 
 
-def open_files(root: Path, class_names: Sequence[str] | None = None) -> ClassReader:
+def open_files(root: Path, class_names: Sequence[str] | None = None, topmost: bool = False) -> ClassReader:
     """A reader of a folder of class folders, a folder of tars, or a tar.
 
     class_names: of the training set, whose numbering a validation set has to share; None for the set that defines it.
+    topmost: an image in cat/2021 is a cat; else the folder that it lies in is its class. A folder of tars has no such
+        choice: its tars may be classes, or parts of the set.
     """
     if root.suffix == ".tar" and not root.is_dir():
-        return _open_tars(root, [root], class_names)
+        return _open_tars(root, [root], class_names, topmost)
     if not root.is_dir():
         raise ValueError(f"{root} is neither a folder nor a .tar")
     tars = [tar for tar in sorted(root.glob("*.tar")) if not is_hidden(tar.name)]
-    return _open_tars(root, tars, class_names) if tars else _open_folders(root, class_names)
+    return _open_tars(root, tars, class_names) if tars else _open_folders(root, class_names, topmost)
 
 
 def _no_images(root: Path) -> ValueError:
@@ -127,24 +130,49 @@ def _numbers(places: dict[str, str], class_names: Sequence[str] | None) -> dict[
     return numbers
 
 
+def _topmost(folders: Iterable[PurePosixPath]) -> dict[PurePosixPath, str]:
+    """The class of each folder: the first part of its path, after those that all paths share."""
+    paths = list(folders)
+    levels = zip(*(path.parts[:-1] for path in paths), strict=False)  # a class has a name of its own
+    shared = len(list(itertools.takewhile(lambda level: len(set(level)) == 1, levels)))
+    return {path: path.parts[shared] for path in paths}
+
+
+def _check_distinct(folders: Iterable[PurePosixPath], where: Path) -> None:
+    """Raise a ValueError if folders of one name lie in different folders: are they one class, or no class at all?"""
+    found: dict[str, PurePosixPath] = {}
+    for folder in folders:
+        if (other := found.setdefault(folder.name, folder)) != folder:
+            raise ValueError(
+                f"{other} and {folder} in {where} would be one class {folder.name!r}: put the images of each class "
+                "into one folder"
+            )
+
+
 # --------------------------------------------------------------------------------------------------- folders
 
 
-def _open_folders(root: Path, class_names: Sequence[str] | None) -> ClassReader:
+def _open_folders(root: Path, class_names: Sequence[str] | None, topmost: bool) -> ClassReader:
     suffixes = image_suffixes()
     files: list[str] = []
-    places: dict[str, str] = {}  # where a class was found: the leaves, and the folders with images
+    found: list[str] = []  # the leaves, and the folders with images
     for folder, below, names in walk(root):
         images = [os.path.join(folder, name) for name in names if os.path.splitext(name)[1].lower() in suffixes]
         if images and folder == str(root):
             raise ValueError(f"{images[0]} lies in no class folder: move it into that of its class, or away")
         if images or (not below and folder != str(root)):
-            places[os.path.basename(folder)] = folder
+            found.append(folder)
         files += images
     if not files:
         raise _no_images(root)
     files.sort(key=lambda file: (natural_key(file), file))
-    names = [os.path.basename(os.path.dirname(file)) for file in files]
+    paths = {folder: PurePosixPath(Path(folder).relative_to(root).as_posix()) for folder in found}
+    if class_names is None and not topmost:
+        _check_distinct(paths.values(), root)
+    top = _topmost(paths.values()) if topmost else {}
+    classes = {folder: top.get(path, path.name) for folder, path in paths.items()}
+    places = {name: folder for folder, name in classes.items()}
+    names = [classes[os.path.dirname(file)] for file in files]
     empty = sorted(set(places) - set(names))
     if class_names is None and empty:
         raise ValueError(f"class folder {places[empty[0]]} holds no images: fill or remove it")
@@ -155,10 +183,13 @@ def _open_folders(root: Path, class_names: Sequence[str] | None) -> ClassReader:
 # --------------------------------------------------------------------------------------------------- tars
 
 
-def _open_tars(root: Path, tars: Iterable[Path], class_names: Sequence[str] | None) -> ClassReader:
+def _open_tars(
+    root: Path, tars: Iterable[Path], class_names: Sequence[str] | None, topmost: bool = False
+) -> ClassReader:
     """Images are read by their places in a tar: no process shares the position of an open file with another."""
-    found: list[tuple[str, str, Place]] = []  # the path of an image in its tar, its class, its place
+    found: list[tuple[str, PurePosixPath, Place]] = []  # the path of an image in its tar, its folder, its place
     for tar in tars:
+        folders: set[PurePosixPath] = set()
         with open_regular(tar) as file:
             outer = [] if tar == root else [tar.stem]
             for path, offset, size in _images_in(file, os.path.getsize(tar), tar):
@@ -168,11 +199,15 @@ def _open_tars(root: Path, tars: Iterable[Path], class_names: Sequence[str] | No
                     continue
                 if len(whole.parts) == 1:
                     raise ValueError(f"{whole} of {root} lies in no class folder: move it into that of its class")
-                found.append((path[-1], whole.parent.name, Place(str(tar), offset, size)))
+                folders.add(whole.parent)
+                found.append((path[-1], whole.parent, Place(str(tar), offset, size)))
+        if class_names is None and not topmost:  # each tar for itself: several may be parts of one set
+            _check_distinct(sorted(folders), tar)
     if not found:
         raise _no_images(root)
     found.sort(key=lambda image: natural_key(image[0]))
-    names = [name for _, name, _ in found]
+    top = _topmost({folder for _, folder, _ in found}) if topmost else {}
+    names = [top.get(folder, folder.name) for _, folder, _ in found]
     numbers = _numbers({name: f"{name} of {root}" for name in names}, class_names)
     labels = [numbers[name] for name in names]
     return ClassReader([path for path, _, _ in found], [place for *_, place in found], labels, numbers)

@@ -41,7 +41,7 @@ def open_set(place: Path, class_names: Sequence[str] | None = None) -> tuple[Ima
     if place.suffix == ".npz":
         arrays = arrays_from_file(place, place.stem, class_names)
         return arrays, [str(index) for index in range(len(arrays))]
-    images = images_from_files(place, class_names)
+    images = images_from_files(place, class_names, topmost=True)
     root = place if place.is_dir() else place.parent
     reader = _reader_of(images)
     keys = [

@@ -198,9 +198,9 @@ class ReaderImages:
         return None if targets is None else np.asarray(targets, dtype=np.int64)
 
 
-def images_from_files(root: Path, class_names: Sequence[str] | None = None) -> Images:
-    """Images in class folders, or in tars."""
-    return ReaderImages(open_files(root, class_names), str(root))
+def images_from_files(root: Path, class_names: Sequence[str] | None = None, topmost: bool = False) -> Images:
+    """Images in class folders, or in tars; `topmost` as in `open_files`."""
+    return ReaderImages(open_files(root, class_names, topmost), str(root))
 
 
 def _from_timm(name: str, data_dir: Path, split: str) -> Images:

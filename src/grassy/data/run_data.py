@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from grassy.data.class_folders import MORE_SUFFIXES, ClassReader
 from grassy.data.device_loader import SMALL_ENOUGH, ResidentLoader, ResidentValidation, unfit
@@ -56,6 +56,7 @@ def open_data(recipe: Recipe, data_dir: Path | None, process: Process) -> Data:
         _check_numbering(images, held_out)
     num_classes = recipe.num_classes or number_of_classes(images)
     hint = "; leave num_classes out to have it follow the data" if recipe.num_classes else ""
+        notes += _deeper(images, place)
     check_labels(images, num_classes, "training set", hint)
     check_labels(held_out, num_classes, "validation set", hint)
 
@@ -148,6 +149,23 @@ def _check_numbering(images: Images, held_out: Images) -> None:
             "the training images have numbers for their classes and the validation images have names: give both names "
             "(an array `classes` in train.npz), or both numbers"
         )
+def _deeper(images: Images, place: Path) -> list[str]:
+    """What to say of images that lie in folders within those of their classes."""
+    if not isinstance(reader := getattr(images, "reader", None), ClassReader) or images.class_names is None:
+        return []
+    folders = [PurePath(name).parent.name for name in reader.names]
+    titles = [images.class_names[label] for label in reader.targets]
+    some = [
+        name for name, folder, title in zip(reader.names, folders, titles, strict=True) if folder not in ("", title)
+    ]
+    if not some:
+        return []
+    return [
+        f"{len(some)} training images lie in folders within their class folders, {some[0]} first: the classes are "
+        f"the topmost folders in {place}"
+    ]
+
+
 
 
 def _few(images: Images) -> list[str]:
