@@ -220,8 +220,42 @@ def test_a_folder_that_was_moved_is_given_once_more(run, tmp_path):
 
 
 def test_all_of_a_folder_of_other_photos_counts(run, tmp_path, capsys):
-    assert validate(run, photos(tmp_path / "other", dog=3, cat=4), device="cpu").images == 7
+    other = photos(tmp_path / "other", dog=3, cat=4)
+    for file in other.glob("*/*.png"):
+        file.rename(file.with_name(f"new-{file.name}"))
+    assert validate(run, other, device="cpu").images == 7
     assert "is not the data of the run, so all of its 7 images count" in capsys.readouterr().err
+
+
+def test_moved_photos_are_not_validated_on_training_images_if_a_few_held_out_ones_are_gone(run, tmp_path, capsys):
+    moved, held = Path(shutil.copytree(tmp_path / "photos", tmp_path / "moved")), read_split(run)
+    (moved / held[0]).unlink()
+    assert validate(run, moved, device="cpu").images == 8
+    told = capsys.readouterr().err
+    assert f"1 of the 9 images that the run held out are no longer in {moved}" in told
+    assert f"8 of the 29 images in {moved} count, by the names of those that the run held out" in told
+    assert validate(run, moved, split="train", device="cpu").images == 21
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_folder_with_a_few_of_the_held_out_images_is_refused_and_the_way_out_works(run, tmp_path, moved):
+    folder = Path(shutil.copytree(tmp_path / "photos", tmp_path / "moved")) if moved else tmp_path / "photos"
+    for key in read_split(run)[3:]:
+        (folder / key).unlink()
+    with pytest.raises(
+        ValueError, match=r"has 3 of the 9 images .* if all are new, give a folder that holds them as val$"
+    ):
+        validate(run, folder, device="cpu")
+    (tmp_path / "new").mkdir()
+    folder.rename(tmp_path / "new" / "val")
+    assert validate(run, tmp_path / "new", device="cpu").images == 24
+
+
+def test_training_images_are_not_validated_on_if_all_held_out_ones_are_gone_from_the_folder_of_the_run(run, tmp_path):
+    for key in read_split(run):
+        (tmp_path / "photos" / key).unlink()
+    with pytest.raises(ValueError, match=r"has 0 of the 9 images that the run held out"):
+        validate(run, None, device="cpu")
 
 
 def test_weights_without_their_folder_are_validated_on_the_same_images(run, tmp_path):

@@ -11,6 +11,11 @@ from grassy.runs.recipe import Recipe, saved_recipe
 from grassy.runs.records import read_split, remembered_data_dir
 from grassy.runs.weights import Description
 
+#: A folder with this share of the images that a run held out is the data of the run, some files of which are gone.
+MOST = 0.5
+#: A folder elsewhere with less than this share is other data: some files of one name are common.
+ALMOST_NONE = 0.1
+
 
 @dataclass(frozen=True)
 class RunImages:
@@ -70,11 +75,23 @@ def _part(file: Path, about: Description, recipe: Recipe, place: Path, notes: li
     images, keys = open_set(place, about.class_names)
     recorded = read_split(file.parent)
     wanted = set(recorded) if recorded is not None else held_out(images, keys, recipe.val_fraction, recipe.val_seed)
-    gone = len(wanted.difference(keys))
+    here = len(wanted.intersection(keys))
     before = remembered_data_dir(file.parent)
-    if gone and (before is None or not place.absolute().is_relative_to(before)):  # files of one name are common
+    elsewhere = before is None or not place.absolute().is_relative_to(before)
+    if elsewhere and here < ALMOST_NONE * len(wanted):
         notes.append(f"{place} is not the data of the run, so all of its {len(keys)} images count")
         return images
-    if gone:
-        notes.append(f"{gone} of the {len(wanted)} images that the run held out are no longer in {place}")
-    return part_of(images, keys, wanted, not training)
+    if here < MOST * len(wanted):
+        name = f"val{place.suffix if place.is_file() else ''}"
+        raise ValueError(
+            f"{place} has {here} of the {len(wanted)} images that the run held out, and may hold some that it was "
+            f"trained on: bring back the missing ones or, if all are new, give a folder that holds them as {name}"
+        )
+    if here < len(wanted):
+        notes.append(f"{len(wanted) - here} of the {len(wanted)} images that the run held out are no longer in {place}")
+    part = part_of(images, keys, wanted, not training)
+    if elsewhere and recorded is not None:
+        notes.append(
+            f"{len(part)} of the {len(keys)} images in {place} count, by the names of those that the run held out"
+        )
+    return part
