@@ -258,6 +258,60 @@ def test_training_images_are_not_validated_on_if_all_held_out_ones_are_gone_from
         validate(run, None, device="cpu")
 
 
+# ------------------------------------------------------------------------------------------------ a run that is resumed
+
+
+def resume(run, folder):
+    return train(tiny_recipe(epochs=2, val_fraction=0.3), folder, run, resume="auto")
+
+
+def test_a_resumed_run_does_not_validate_on_what_it_was_trained_on_if_a_held_out_image_is_gone(run, tmp_path, capsys):
+    record = (run / "split.json").read_bytes()
+    held = read_split(run)
+    (tmp_path / "photos" / held[0]).unlink()
+    resume(run, tmp_path / "photos")
+    told = capsys.readouterr().err
+    assert f"1 of the 9 images that the run held out are no longer in {tmp_path / 'photos'}, {held[0]} first" in told
+    assert "holds out 8 of 29 images" in told
+    assert (run / "split.json").read_bytes() == record
+
+
+def test_a_held_out_image_of_another_name_is_not_trained_on(run, tmp_path):
+    record = (run / "split.json").read_bytes()
+    file = tmp_path / "photos" / read_split(run)[0]
+    file.rename(file.with_name("renamed.png"))
+    with pytest.raises(
+        ValueError, match=rf"21 training images, and now there are 22, but cat/{file.name}, which it held"
+    ):
+        resume(run, tmp_path / "photos")
+    assert (run / "split.json").read_bytes() == record
+    file.with_name("renamed.png").rename(file)
+    assert resume(run, tmp_path / "photos").epoch == 2
+
+
+def test_a_run_is_not_resumed_without_an_image_that_it_held_out(run, tmp_path):
+    for key in read_split(run):
+        (tmp_path / "photos" / key).unlink()
+    with pytest.raises(ValueError, match=r"none of the 9 images that the run held out is in .*photos$"):
+        resume(run, tmp_path / "photos")
+
+
+def test_a_run_that_goes_on_in_another_folder_takes_its_split_along(run, tmp_path):
+    held = read_split(run)
+    (tmp_path / "photos" / held[0]).unlink()
+    recipe = tiny_recipe(epochs=2, val_fraction=0.3)
+    train(recipe, tmp_path / "photos", tmp_path / "on", resume=str(run), quiet=True)
+    assert read_split(tmp_path / "on") == held
+
+
+def test_a_run_without_the_record_of_its_split_says_that_it_draws_again(run, tmp_path, capsys):
+    held = read_split(run)
+    (run / "split.json").unlink()
+    resume(run, tmp_path / "photos")
+    assert f"{run} has no split.json: the images to hold out are drawn again" in capsys.readouterr().err
+    assert read_split(run) == held
+
+
 def test_weights_without_their_folder_are_validated_on_the_same_images(run, tmp_path):
     alone = shutil.copy(run / BEST, tmp_path / "alone.safetensors")
     images, _ = open_split(read_description(alone), tmp_path / "photos", file=alone)

@@ -94,10 +94,18 @@ def _reader_of(images: Images) -> ClassReader:
     return reader
 
 
-def split(recipe: Recipe, place: Path) -> tuple[Images, Images, list[str]]:
-    """The images to train on, those to validate on, and the keys of these, sorted."""
+def split(recipe: Recipe, place: Path, recorded: Sequence[str] | None = None) -> tuple[Images, Images, list[str]]:
+    """The images to train on, those to validate on, and the keys of these, sorted.
+
+    recorded: the keys that a run held out before; those of them that are gone are held out no more.
+    """
     images, keys = open_set(place)
-    chosen = held_out(images, keys, recipe.val_fraction, recipe.val_seed)
+    if recorded is not None:
+        chosen = set(recorded).intersection(keys)
+        if not chosen:
+            raise ValueError(f"none of the {len(recorded)} images that the run held out is in {place}")
+    else:
+        chosen = held_out(images, keys, recipe.val_fraction, recipe.val_seed)
     if not chosen:
         raise ValueError(f"no class in {place} has two images, so none can be held out for validation")
     return part_of(images, keys, chosen, False), part_of(images, keys, chosen, True), sorted(chosen)

@@ -2,7 +2,8 @@
 
 import os
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from grassy.data.class_folders import MORE_SUFFIXES, ClassReader
@@ -32,12 +33,17 @@ class Data:
     batch_size: int
     #: For the user: what was done differently from what was asked.
     notes: list[str]
-    #: The images that were held out for validation, if the run split its data itself.
+    #: The images that were held out for validation, if the run split its data itself: what its record says.
     held_out: list[str] | None = None
+    #: Those that a run held out before it was resumed and that are no longer there.
+    gone: list[str] = field(default_factory=list)
 
 
-def open_data(recipe: Recipe, data_dir: Path | None, process: Process) -> Data:
-    """The training and the validation set of a recipe, checked against each other and against its head."""
+def open_data(recipe: Recipe, data_dir: Path | None, process: Process, recorded: Sequence[str] | None = None) -> Data:
+    """The training and the validation set of a recipe, checked against each other and against its head.
+
+    recorded: what a run that is resumed has held out; None draws the images to hold out.
+    """
     share = Share(process.rank, process.world_size)
     if recipe.dataset.startswith(STREAMS):
         return _streams(recipe, data_dir, process, share)
@@ -47,16 +53,22 @@ def open_data(recipe: Recipe, data_dir: Path | None, process: Process) -> Data:
         wanted = f"a folder with {recipe.train_split}{kind} and {recipe.val_split}{kind}"
         raise ValueError(f"--data-dir {data_dir} is one file, with nothing to validate on: give {wanted}")
     chosen, notes = None, []
+    gone: list[str] = []
     if place is not None:
-        images, held_out, chosen = split(recipe, place)
+        images, held_out, chosen = split(recipe, place, recorded)
         notes.append(f"holds out {len(held_out)} of {len(images) + len(held_out)} images for validation")
+        if recorded is not None:
+            gone, chosen = sorted(set(recorded).difference(chosen)), list(recorded)
+        if gone:
+            some = f"{len(gone)} of the {len(recorded or ())} images that the run held out"
+            notes.append(f"{some} are no longer in {place}, {gone[0]} first")
+        notes += _deeper(images, place)
     else:
         images = open_images(recipe.dataset, data_dir, recipe.train_split)
         held_out = open_images(recipe.dataset, data_dir, recipe.val_split, images.class_names)
         _check_numbering(images, held_out)
     num_classes = recipe.num_classes or number_of_classes(images)
     hint = "; leave num_classes out to have it follow the data" if recipe.num_classes else ""
-        notes += _deeper(images, place)
     check_labels(images, num_classes, "training set", hint)
     check_labels(held_out, num_classes, "validation set", hint)
 
@@ -84,6 +96,7 @@ def open_data(recipe: Recipe, data_dir: Path | None, process: Process) -> Data:
         batch_size,
         [*notes, *about_batches, *_unusual(images), *_few(images), *_unseen(images, held_out)],
         chosen,
+        gone,
     )
 
 
@@ -142,13 +155,6 @@ def _unusual(images: Images) -> list[str]:
     return [f"among {len(files)} training images there are {listing}: if they are not meant, move them away"]
 
 
-def _check_numbering(images: Images, held_out: Images) -> None:
-    """Raise a ValueError if the validation images alone are numbered by the names of their folders."""
-    if images.class_names is None and isinstance(getattr(held_out, "reader", None), ClassReader):
-        raise ValueError(
-            "the training images have numbers for their classes and the validation images have names: give both names "
-            "(an array `classes` in train.npz), or both numbers"
-        )
 def _deeper(images: Images, place: Path) -> list[str]:
     """What to say of images that lie in folders within those of their classes."""
     if not isinstance(reader := getattr(images, "reader", None), ClassReader) or images.class_names is None:
@@ -166,6 +172,13 @@ def _deeper(images: Images, place: Path) -> list[str]:
     ]
 
 
+def _check_numbering(images: Images, held_out: Images) -> None:
+    """Raise a ValueError if the validation images alone are numbered by the names of their folders."""
+    if images.class_names is None and isinstance(getattr(held_out, "reader", None), ClassReader):
+        raise ValueError(
+            "the training images have numbers for their classes and the validation images have names: give both names "
+            "(an array `classes` in train.npz), or both numbers"
+        )
 
 
 def _few(images: Images) -> list[str]:

@@ -27,6 +27,11 @@ from grassy.train.trouble import is_of_another_process, stop_if_not_finite
 APART = ("epoch", "outlier_threshold")
 
 
+def run_of(state: Path) -> Path:
+    """The folder of the run that a state belongs to: a file in it, or the folder of a save two levels below."""
+    return state.parent.parent if state.is_dir() else state.parent
+
+
 @dataclass
 class Checkpoints:
     """Saves a run to its folder, and restores it."""
@@ -154,6 +159,7 @@ class Checkpoints:
         if trained.average is not None and run.recipe.model_ema_warmup:
             self.run = run = self._averaged_as_before(saved.get("recipe", {}))
         updates = run.position.updates_per_epoch
+        self._check_images(saved.get("images"), path)
         check_same_run(saved, run.recipe, updates, self._images(), run.data.class_names, path)
         if (before := saved.get("head", trained.head)) != trained.head:
             raise ValueError(
@@ -182,7 +188,7 @@ class Checkpoints:
                 raise
             raise ValueError(f"{path} does not belong to this recipe: {' '.join(str(error).split())[:200]}") from None
         run.step.number.fill_(run.position.done)
-        self.restored_from = path.parent
+        self.restored_from = run_of(path)
         return run
 
     def _averaged_as_before(self, before: dict[str, Any]) -> Run:
@@ -195,6 +201,15 @@ class Checkpoints:
         run.data.notes.append("goes on with model_ema_warmup=false, as the run began")
         return dataclasses.replace(run, recipe=run.recipe.changed({"model_ema_warmup": False}))
 
+    def _check_images(self, before: int | None, path: Path) -> None:
+        """Raise a ValueError for other training images, if an image that was held out may be among them."""
+        gone, images = self.run.data.gone, self._images()
+        if gone and before is not None and before != images:
+            raise ValueError(
+                f"{path} belongs to a run with {before} training images, and now there are {images}, but {gone[0]}, "
+                "which it held out, is gone: give the files their names back, or begin another --output"
+            )
+
     def _restore_divided(self, path: Path) -> None:
         run, trained, own = self.run, self.run.trained, self._own_tensors()
         saved = load_state(path, trained.model, trained.optimizer, average=trained.average, own=own)
@@ -203,7 +218,7 @@ class Checkpoints:
         run.step.scaler.load_state_dict(saved["scaler"])
         run.position.restore(saved["progress"])
         run.step.number.fill_(run.position.done)
-        self.restored_from = path.parent.parent
+        self.restored_from = run_of(path)
 
     def description(self) -> Description:
         """What is written beside weights, with the metrics of the last row."""

@@ -21,7 +21,7 @@ from grassy.precision import amp_dtype
 from grassy.runs import records
 from grassy.runs.folder import RunFolder
 from grassy.runs.recipe import Recipe
-from grassy.train.checkpoints import Checkpoints
+from grassy.train.checkpoints import Checkpoints, run_of
 from grassy.train.dividing import Division, division_of
 from grassy.train.model import build_model
 from grassy.train.objective import FUSED, build_criterion, build_optimizer, compiles
@@ -62,7 +62,10 @@ def opened_run(
             f"the processes found different checkpoints, {first} and {other}: "
             "--output must be one folder for all machines"
         )
-    data = open_data(recipe, data_dir, process)
+    recorded = None if resumed_from is None else records.read_split(run_of(resumed_from))
+    data = open_data(recipe, data_dir, process, recorded)
+    if resumed_from is not None and recorded is None and data.held_out is not None:
+        data.notes.append(f"{run_of(resumed_from)} has no {records.SPLIT}: the images to hold out are drawn again")
     captured = can_be_captured(recipe, data, process)
 
     # The fastest convolutions, found by trying all once; which they are may differ from run to run.
