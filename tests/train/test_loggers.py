@@ -23,7 +23,8 @@ def test_wandb_reads_the_curves_of_tensorboard(tmp_path):
     recipe, data = tmp_path / "mine.yaml", tiny_arrays(tmp_path / "data")
     recipe.write_text(yaml.safe_dump(tiny_recipe().to_dict()))
     words = ["train", str(recipe), "--data-dir", str(data), "--output", str(tmp_path / "run")]
-    code = f"import wandb; wandb.init(sync_tensorboard=True); from grassy.cli import main; main({words}); wandb.finish()"
+    code = "import wandb; wandb.init(sync_tensorboard=True); from grassy.cli import main; "
+    code += f"main({words}); wandb.finish()"
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}  # nothing leaves the machine
     environment["PYTHONPATH"] = str(Path(grassy.__file__).parents[1])
     subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True, capture_output=True)

@@ -1,5 +1,6 @@
 """Models in folders as the Hugging Face hub has them, written by their own library: see `grassy.runs.hub`."""
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -24,6 +25,7 @@ from grassy.runs.schema import check_head, fail
 from grassy.runs.state import SAVES, STATE
 from grassy.runs.weights import BEST, BEST_SAVES, LAST, Description, save_weights, with_number_for_gamma
 from grassy.surgery import replace_head
+from grassy.torchvision_import import import_torchvision
 
 #: Columns of a run's table that say nothing about how good a model is.
 NO_RESULTS = ("lr", "head_lr", "seconds", "input_share")
@@ -197,6 +199,8 @@ def load_adapters(folder: Path, base: nn.Module) -> nn.Module:
     """A model with the adapters of PEFT in a folder."""
     if not (folder / ADAPTER_WEIGHTS).is_file():  # PEFT would unpickle another file
         raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}, the only file that adapters are loaded from")
+    with contextlib.suppress(ImportError):  # PEFT needs no torchvision, but imports one that is there
+        import_torchvision()
     from peft import PeftModel
 
     model: nn.Module = PeftModel.from_pretrained(base, folder).eval()
