@@ -1,5 +1,6 @@
 """Saved on some ranks, loaded on others: to the bit, or not at all."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -13,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from grassy.distributed import state as state_module
-from grassy.distributed.state import MANIFEST, load_state, newest, open_state, read_tensors, save_state
+from grassy.distributed.saves import MANIFEST, newest, open_state
+from grassy.distributed.state import load_state, read_tensors, save_state
 from ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -162,7 +164,7 @@ def resealed(save, change):
     change(content)
     (save / MANIFEST).unlink()
     text = json.dumps(content)
-    digest = state_module.hashlib.sha256(text.encode()).hexdigest()
+    digest = hashlib.sha256(text.encode()).hexdigest()
     (save / MANIFEST).write_text(json.dumps({"sha256": digest, "content": text}))
 
 
@@ -284,7 +286,7 @@ def test_a_save_is_there_when_it_is_whole_and_older_ones_go_when_it_is(tmp_path,
     first = save_state(tmp_path, model, optimizer, {"number": 1})
     assert (first, newest(tmp_path)) == (tmp_path / "save-1", first)
     with monkeypatch.context() as patch:
-        patch.setattr(state_module, "_finish", full_disk)
+        patch.setattr(state_module, "finish", full_disk)
         with pytest.raises(OSError, match="No space left"):
             save_state(tmp_path, model, optimizer, {"number": 2})
     assert newest(tmp_path) == first
@@ -338,7 +340,7 @@ def test_a_straggler_of_an_earlier_start_does_not_write_into_the_next_save(tmp_p
         full_disk()
 
     with monkeypatch.context() as patch:
-        patch.setattr(state_module, "_finish", killed)
+        patch.setattr(state_module, "finish", killed)
         for _ in range(2):
             with pytest.raises(OSError, match="No space left"):
                 save_state(tmp_path, model, optimizer)
@@ -363,7 +365,7 @@ def test_a_straggler_of_an_earlier_start_does_not_write_into_the_next_save(tmp_p
 def test_a_save_that_is_not_whole_never_replaces_the_one_before(tmp_path, monkeypatch, change, words):
     model, _ = build(sharded=False)
     save_state(tmp_path, model, plain={"number": 1})
-    look = state_module._written
+    look = state_module.written_here
 
     def changed(part, *others):
         written = look(part, *others)
@@ -371,7 +373,7 @@ def test_a_save_that_is_not_whole_never_replaces_the_one_before(tmp_path, monkey
         return written
 
     with monkeypatch.context() as patch:
-        patch.setattr(state_module, "_written", changed)
+        patch.setattr(state_module, "written_here", changed)
         with pytest.raises(OSError, match="save-2 could not be written: ") as caught:
             save_state(tmp_path, model)
     assert words in str(caught.value)

@@ -12,7 +12,8 @@ from PIL import Image
 
 import grassy
 from grassy import cli
-from grassy.distributed.state import newest, open_state, read_plain, read_tensors
+from grassy.distributed.saves import newest, open_state, read_plain
+from grassy.distributed.state import read_tensors
 from grassy.inference import validate as validate_module
 from grassy.inference.validate import validate
 from grassy.runs.recipe import Recipe, load_recipe

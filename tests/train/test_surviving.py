@@ -18,7 +18,8 @@ import pytest
 import torch
 import yaml
 
-from grassy.distributed.state import PART, open_state, read_plain, read_tensors
+from grassy.distributed.saves import PART, open_state, read_plain
+from grassy.distributed.state import read_tensors
 from grassy.runs.state import SAVES, read_torch, state_in
 from grassy.runs.weights import BEST, BEST_SAVES, LAST, read_weights
 from training_cases import tiny_arrays, tiny_recipe

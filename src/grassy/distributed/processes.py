@@ -2,10 +2,10 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from grassy.distributed.rendezvous import Meeting, hosted_by_agent, meet
 #: Seconds that a process waits for the others before it gives up.
 TIMEOUT = 600.0
 _meetings: list[Meeting] = []
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,38 @@ def gathered(item: list[Any]) -> list[Any]:
     lists: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(lists, item)
     return [element for elements in lists for element in elements]
+
+
+def everywhere(work: Callable[[], T]) -> T:
+    """What `work` returns here. All ranks call it; what it raises on one of them, all raise."""
+    result, problem = _tried(work)
+    if wrong := next(filter(None, gathered([problem])), None):
+        raise wrong
+    return result  # type: ignore[return-value]
+
+
+def on_rank_0(work: Callable[[], T]) -> T:
+    """What `work` returns, or raises, on the first rank, where alone it is called."""
+    answers = gathered([_tried(work) if own_rank() == 0 else (None, None)])
+    result, problem = answers[0]
+    if problem:
+        raise problem
+    return result  # type: ignore[no-any-return]
+
+
+def own_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except (OSError, ValueError, TypeError) as error:
+        return None, error
 
 
 def anywhere(flag: int, device: torch.device) -> int:

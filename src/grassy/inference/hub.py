@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from grassy.distributed.state import MANIFEST
+from grassy.distributed.saves import MANIFEST
 from grassy.heads import check_head_options, describe, heads_of
 from grassy.heads.state import KEY
 from grassy.inference.model_card import model_card

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from grassy.distributed import mesh, shard_head
-from grassy.distributed.state import load_tensors, open_state
+from grassy.distributed.saves import open_state
+from grassy.distributed.state import load_tensors
 from grassy.extras import needs
 from grassy.heads import heads_of
 from grassy.heads.per_class import PerClassHead

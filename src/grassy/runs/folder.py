@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grassy.distributed.state import MANIFEST, PART, newest
+from grassy.distributed.saves import MANIFEST, PART, newest
 from grassy.runs.atomic import remove_torn_files, write_atomically
 from grassy.runs.recipe import Recipe
 from grassy.runs.state import STATE, save_state, state_in

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 import torch
 
-from grassy.distributed.state import newest
+from grassy.distributed.saves import newest
 from grassy.runs.atomic import write_atomically
 
 STATE = "resume.pt"

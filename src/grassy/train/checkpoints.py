@@ -13,7 +13,8 @@ from torch import Tensor
 from grassy._version import __version__
 from grassy.data.stream_loader import StreamLoader
 from grassy.distributed import processes as distributed
-from grassy.distributed.state import load_state, newest, read_plain, save_state
+from grassy.distributed.saves import newest, read_plain
+from grassy.distributed.state import load_state, save_state
 from grassy.inference.evaluate import Metrics
 from grassy.inference.outliers import RATE
 from grassy.runs.folder import RunFolder, check_same_run

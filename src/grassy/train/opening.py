@@ -13,8 +13,7 @@ from grassy.data.batch_transforms import Preparation, build_erasing, build_mixin
 from grassy.data.device_loader import ResidentLoader
 from grassy.data.run_data import Data, open_data
 from grassy.distributed import processes as distributed
-from grassy.distributed.processes import Process
-from grassy.distributed.state import everywhere
+from grassy.distributed.processes import Process, everywhere
 from grassy.heads import GrassmannHead, heads_of
 from grassy.optim import AveragedModel
 from grassy.precision import amp_dtype

@@ -1,0 +1,156 @@
+"""The tensors of a model and its optimizer by name, as a save holds them: "model.NAME", "optim.PARAMETER.KEY"."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from grassy.distributed.saves import MANIFEST, NAMES, Saved
+from grassy.shards import groups_of
+
+#: State of an optimizer that is a sum over classes: of a sharded weight, each rank has the sum over its own.
+SUMMED = ("counts",)
+
+T = TypeVar("T")
+
+
+def kind_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _plain_name(name: str) -> str:
+    """The name of a parameter without what DDP, an average and torch.compile put before it."""
+    name = ".".join(part for part in name.split(".") if part != "_orig_mod")
+    return name.removeprefix("module.")
+
+
+def model_tensors(prefix: str, model: nn.Module | None) -> dict[str, Tensor]:
+    """Parameters and buffers of a model; of tied ones, the first name."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in {} if model is None else model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[f"{prefix}.{_plain_name(name)}"] = tensor.detach()
+    return tensors
+
+
+def dtypes_and_shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """The dtype and the shape of each tensor, as `state.json` has them."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in NAMES)
+            raise ValueError(f"{name} must be a tensor of {allowed}, got {tensor.dtype}")
+    return {name: [NAMES[tensor.dtype], *tensor.shape] for name, tensor in sorted(tensors.items())}
+
+
+def check_names(saved: Saved, prefix: str, names: set[str]) -> None:
+    there = {name for name in saved.tensors if kind_of(name) == prefix}
+    if wrong := sorted(there ^ names):
+        where = "it has" if wrong[0] in there else "it lacks"
+        raise ValueError(f"{saved.path} is of another model: {where} {wrong[0]}")
+
+
+def _named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[tuple[str, Tensor]]]:
+    """The parameters of each group with their names."""
+    names = {id(p): _plain_name(name) for name, p in model.named_parameters()}
+    for group in optimizer.param_groups:
+        if any(id(p) not in names for p in group["params"]):
+            raise ValueError("the optimizer has a parameter that the model does not have: was it made before sharding?")
+    return [[(names[id(p)], p) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors of an optimizer's state by name, and everything plain of its groups and state."""
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {"groups": [], "state": {}}
+    for group, params in zip(optimizer.param_groups, _named_groups(model, optimizer), strict=True):
+        options = {key: value for key, value in group.items() if key != "params"}
+        options = {key: float(value) if isinstance(value, Tensor) else value for key, value in options.items()}
+        plain["groups"].append({"params": [name for name, _ in params], "options": options})
+        for name, p in params:
+            for key, value in optimizer.state.get(p, {}).items():
+                if not isinstance(value, Tensor):
+                    plain["state"].setdefault(name, {})[key] = value
+                elif key in SUMMED and (groups := groups_of(p)):
+                    total = value.clone()
+                    dist.all_reduce(total, group=groups[0])
+                    tensors[f"optim.{name}.{key}"] = total
+                else:
+                    tensors[f"optim.{name}.{key}"] = value
+    return tensors, plain
+
+
+def _by_parameter(tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """What there is of each parameter in an optimizer's state, by its key there."""
+    states: dict[str, dict[str, T]] = {}
+    for full, value in tensors.items():
+        if kind_of(full) == "optim":
+            name, _, key = full.removeprefix("optim.").rpartition(".")
+            states.setdefault(name, {})[key] = value
+    return states
+
+
+def empty_optimizer_state(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Tensors for all that a save has of an optimizer, sharded as its parameters; the optimizer is left alone."""
+    if saved.optimizer is None:
+        raise ValueError(f"{saved.path} holds no state of an optimizer")
+    groups = _named_groups(model, optimizer)
+    try:
+        before = [list(group["params"]) for group in saved.optimizer["groups"]]
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"{saved.path / MANIFEST} is damaged: it does not say what the optimizer's groups are"
+        ) from None
+    if before != [[name for name, _ in params] for params in groups]:
+        raise ValueError(f"{saved.path} has the state of an optimizer with other groups of parameters")
+    states, tensors = _by_parameter(saved.tensors), dict[str, Tensor]()
+    for group, params in zip(optimizer.param_groups, groups, strict=True):
+        on_device = group.get("capturable") or group.get("fused")
+        for name, p in params:
+            for key, (dtype, shape) in states.get(name, {}).items():
+                full = f"optim.{name}.{key}"
+                if key == "step":  # torch keeps it on the CPU, unless its kernels read it
+                    tensors[full] = torch.zeros(shape, dtype=dtype, device=p.device if on_device else "cpu")
+                elif shape == tuple(p.shape):
+                    tensors[full] = torch.zeros_like(p.detach(), dtype=dtype)
+                else:
+                    tensors[full] = torch.zeros(shape, dtype=dtype, device=p.device)
+    return tensors
+
+
+def fill_optimizer(
+    saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
+) -> None:
+    """Put the loaded tensors into an optimizer's state, and the saved options into its groups."""
+    assert saved.optimizer is not None
+    described, groups = saved.optimizer, _named_groups(model, optimizer)
+    states = _by_parameter(tensors)
+    for group, params, old in zip(optimizer.param_groups, groups, described["groups"], strict=True):
+        for key, value in old["options"].items():
+            if isinstance(now := group.get(key), Tensor):
+                now.fill_(value)
+            elif key in group:
+                group[key] = tuple(value) if isinstance(now, tuple) else value
+        for name, p in params:
+            state: dict[str, Any] = dict(states.get(name, {}))
+            for key in SUMMED:
+                if key in state and any(dist.get_rank(group) for group in groups_of(p)):
+                    state[key].zero_()  # the first rank has the sum
+            state |= described["state"].get(name, {})
+            optimizer.state[p].clear()
+            optimizer.state[p].update(state)
+
+
+def rows_of_ranks(tensor: Tensor) -> Tensor:
+    """A tensor that differs from rank to rank as one with a row for each."""
+    row = tensor.detach().clone()[None]
+    if not dist.is_initialized():
+        return row
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh(tensor.device.type, (dist.get_world_size(),))
+    return DTensor.from_local(row, mesh, [Shard(0)], run_check=False)
