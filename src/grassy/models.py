@@ -32,8 +32,7 @@ def create_model(
         classifier, whose place it takes, ever had any for all the classes.
     """
     timm = import_timm()
-    if not timm.is_model(name):
-        raise ValueError(f"timm has no model {name!r}{nearest(name, timm.list_models())}")
+    check_name(name)
     check_options(name, options)
     try:
         model = timm.create_model(name, num_classes=1 if head_on_meta else num_classes, **options)
@@ -50,6 +49,13 @@ def create_model(
         head_options |= {"num_classes": num_classes, "device": "meta"}
     replace_head(model, head.get("name", "linear"), **head_options)
     return model
+
+
+def check_name(name: str) -> None:
+    """Raise a ValueError for a model that timm does not have."""
+    timm = import_timm()
+    if not timm.is_model(name):
+        raise ValueError(f"timm has no model {name!r}{nearest(name, timm.list_models())}")
 
 
 def _widths(model: nn.Module) -> list[int]:

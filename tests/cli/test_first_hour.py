@@ -177,6 +177,42 @@ def test_a_narrow_model_has_a_smaller_k(photos):
 # ------------------------------------------------------------------------------------------------ folders
 
 
+def test_a_data_folder_that_moved_is_said_to_be_gone(photos, capsys):
+    assert main(["train", "finetune", *SMALL, "--data-dir", "all", "--epochs", "1"]) == 0
+    capsys.readouterr()
+    photos.rename(photos.parent / "moved")
+    gone = f"the run's data folder {photos} is gone; if it moved, give --data-dir"
+    assert refused(capsys, "validate", "runs/finetune", "--device", "cpu") == f"grassy: error: {gone}"
+    assert refused(capsys, "train", "--resume", "runs/finetune", "epochs=2") == f"grassy: error: {gone}"
+    assert main(["analyze", "runs/finetune", "--device", "cpu"]) == 0
+    assert f"data folder {photos} is gone, so only the weights are measured; if it" in capsys.readouterr().err
+    assert main(["report", "runs/finetune", "--device", "cpu"]) == 0
+    said = capsys.readouterr()
+    assert said.err.splitlines() == [
+        f"finetune: the run's data folder {photos} is gone, so the page shows none of its images; if it moved, give "
+        "--data-dir"
+    ]
+    assert "top-1" not in said.out
+    assert main(["validate", "runs/finetune", "--data-dir", "moved", "--json", "--device", "cpu"]) == 0
+    top1 = json.loads(capsys.readouterr().out)["top1"]
+    assert main(["report", "runs/finetune", "--data-dir", "moved", "--device", "cpu"]) == 0
+    said = capsys.readouterr()
+    assert "gone" not in said.err
+    assert said.out.startswith(f"finetune: top-1 {top1:.2f} on 4 images of validation\nSaved report.html (")
+
+
+def test_what_is_wrong_with_the_arguments_comes_before_a_folder_that_is_taken(photos, capsys):
+    taken = photos.parent / "runs" / "finetune"
+    taken.mkdir(parents=True)
+    (taken / BEST).touch()
+    words = ["train", "finetune", *SMALL]
+    assert refused(capsys, *words) == "grassy: error: where are the images? give --data-dir"
+    assert refused(capsys, *words, "--data-dir", "nope") == "grassy: error: --data-dir nope does not exist"
+    line = refused(capsys, *words, "--data-dir", "all", "model=resnet10tt")
+    assert line.startswith("grassy: error: timm has no model 'resnet10tt', did you mean 'resnet10t")
+    assert "holds a run already" in refused(capsys, *words, "--data-dir", "all")
+
+
 def test_a_folder_one_level_too_deep_or_too_shallow_is_noticed(photos, capsys):
     root = photos.parent
     tiny_folders(root / "split", classes=("cat", "dog"))

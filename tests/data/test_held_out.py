@@ -213,7 +213,7 @@ def test_images_that_are_added_later_are_not_validated_on(run, tmp_path, capsys)
 
 def test_a_folder_that_was_moved_is_given_once_more(run, tmp_path):
     (tmp_path / "photos").rename(tmp_path / "moved")
-    with pytest.raises(ValueError, match=r"photos does not exist"):
+    with pytest.raises(ValueError, match=r"photos is gone; if it moved, give --data-dir"):
         validate(run, None, device="cpu")
     assert validate(run, tmp_path / "moved", device="cpu").images == 9
     assert analyze(run, device="cpu")["data"] is None

@@ -57,9 +57,13 @@ def test_predict_flags_outliers_on_the_terminal_and_in_files(run, photos, tmp_pa
     assert main([*words, "--outlier-threshold", "0"]) == 0
     captured = capsys.readouterr()
     assert captured.out.count("FLAGGED") == 90
-    assert "90 of 90 images look like none of the classes" in captured.err
+    assert "90 of 90 images are above the outlier threshold 0.000: they look like none of the classes" in captured.err
     assert main([*words, "--outlier-threshold", "1"]) == 0
-    assert "FLAGGED" not in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "FLAGGED" not in captured.out
+    assert captured.err.splitlines() == ["0 of 90 images are above the outlier threshold 1.000"]
+    assert main(words) == 0
+    assert f"the outlier threshold {read_description(run / BEST).outlier_threshold:.3f}" in capsys.readouterr().err
     assert main([*words, "--output", str(tmp_path / "out.csv"), "--outlier-threshold", "0"]) == 0
     assert {row["outlier"] for row in csv.DictReader((tmp_path / "out.csv").open())} == {"True"}
     assert main([*words, "--output", str(tmp_path / "out.jsonl"), "--outlier-threshold", "1"]) == 0
@@ -68,13 +72,16 @@ def test_predict_flags_outliers_on_the_terminal_and_in_files(run, photos, tmp_pa
     assert "outlier_threshold must lie in [0, 1], got 2.0" in capsys.readouterr().err
 
 
-def test_weights_without_a_threshold_have_scores_and_no_flags(tmp_path):
+def test_weights_without_a_threshold_have_scores_and_no_flags(tmp_path, capsys):
     model = create_model(TINY["model"], 2, {"name": "grassmann", "k": 2}, TINY["model_kwargs"])
     grassy.save(model, tmp_path / "m.safetensors", ["a", "b"], img_size=8, model_kwargs=TINY["model_kwargs"])
     Image.new("RGB", (9, 9)).save(tmp_path / "x.png")
     (found,) = predict(tmp_path / "m.safetensors", [tmp_path / "x.png"], device="cpu")
     assert 0 <= found.outlier_score <= 1
     assert found.outlier is None
+    assert main(["predict", str(tmp_path / "m.safetensors"), str(tmp_path / "x.png"), "--device", "cpu"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("this model has no outlier threshold, so no image is flagged: `grassy validate RUN --json`")
 
 
 def test_the_onnx_file_gives_the_scores_of_the_head_and_says_the_threshold(run, photos, tmp_path):

@@ -1,6 +1,7 @@
 """`grassy analyze`: measure the classes and features of a run."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from grassy.cli.parser import Commands, add_command, add_device, add_run, run_of
@@ -25,10 +26,12 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from grassy.report.analyze import analyze, render
+    from grassy.report.analyze import analyze, gone_folder, render
+    from grassy.runs.records import data_is_gone
 
+    run = run_of(args)
     result = analyze(
-        run_of(args),
+        run,
         args.data_dir,
         args.split,
         args.device,
@@ -37,4 +40,6 @@ def run(args: argparse.Namespace) -> None:
         workers=args.workers,
         cache=args.cache,
     )
+    if result["data"] is None and (gone := gone_folder(run)) is not None:
+        print(data_is_gone(gone, so=", so only the weights are measured"), file=sys.stderr)
     print(render(result))

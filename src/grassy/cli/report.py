@@ -1,6 +1,7 @@
 """`grassy report`: one HTML page to explore runs with."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from grassy.cli.parser import Commands, add_command, add_device, add_runs, runs_of
@@ -21,16 +22,23 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from grassy.report.page import measured_on, report, run_names
+    from grassy.report.analyze import gone_folder
+    from grassy.report.page import analyses_of, measured_on, report, top1_of
+    from grassy.runs.records import data_is_gone
 
     runs = [Path(run) for run in runs_of(args)]
     page = report(runs, args.output, args.data_dir, args.split, args.device, args.title)
-    if different := measured_on(runs):
+    analyses = analyses_of(runs)
+    for name, run in zip(analyses, dict.fromkeys(runs), strict=True):
+        if args.data_dir is None and (gone := gone_folder(run)) is not None:
+            print(f"{name}: {data_is_gone(gone, so=', so the page shows none of its images')}", file=sys.stderr)
+    if different := measured_on(analyses):
         print(f"Measured on different images, so compare with care: {'; '.join(different)}")
     if args.pictures is not None:
-        from grassy.report.analyze import read_analysis
         from grassy.report.pictures import save_pictures
 
-        save_pictures(dict(zip(run_names(runs), map(read_analysis, runs), strict=True)), args.pictures)
+        save_pictures(analyses, args.pictures)
         print(f"Saved pictures in {args.pictures}")
+    for line in top1_of(analyses):
+        print(line)
     print(f"Saved {page} ({page.stat().st_size / 1e6:.1f} MB); open it in a browser")

@@ -41,8 +41,10 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from grassy.inference.validate import in_files
+    from grassy.models import check_name
     from grassy.runs.recipe import load_recipe, run_name
-    from grassy.runs.records import remembered_data_dir
+    from grassy.runs.records import data_is_gone, remembered_data_dir
     from grassy.train.loop import TrainingStopped, train
     from grassy.train.pretrained import preparation_of_weights
 
@@ -63,6 +65,14 @@ def run(args: argparse.Namespace) -> int:
     data_dir = args.data_dir
     if data_dir is None and args.resume and recipe.dataset != "digits":
         data_dir = remembered_data_dir(resumed or output)
+        if data_dir is not None and in_files(recipe) and not data_dir.exists():
+            raise ValueError(data_is_gone(data_dir))
+    check_name(recipe.model)  # this and the data before a folder that is taken: another --output would not help
+    if in_files(recipe):
+        if data_dir is None:
+            raise ValueError("where are the images? give --data-dir")
+        if not data_dir.exists():
+            raise ValueError(f"--data-dir {data_dir} does not exist")
     try:
         state = train(recipe, data_dir, output, args.resume, args.device, timeout=args.timeout)
     except TrainingStopped as error:

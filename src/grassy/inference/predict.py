@@ -22,7 +22,7 @@ from grassy.data.transforms import Transform, eval_transform
 from grassy.distributed.processes import find_device
 from grassy.extras import needs
 from grassy.inference.load import load
-from grassy.inference.outliers import OutlierScores
+from grassy.inference.outliers import FEWEST, OutlierScores
 from grassy.runs.atomic import write_atomically
 from grassy.runs.weights import Description, read_description, weights_file
 from grassy.spelling import nearest
@@ -38,7 +38,8 @@ class Prediction:
 
     labels: names of classes, or their numbers where the training data had no names.
     outlier_score: of the head, in [0, 1]; None for a model with several heads, or with a head on a map.
-    outlier: whether that is above the threshold of the model; None if there is no score or no threshold.
+    outlier: whether that is above `outlier_threshold`; None if there is no score or no threshold.
+    outlier_threshold: the one that was given, or that of the model.
     """
 
     path: Path
@@ -47,6 +48,7 @@ class Prediction:
     outlier_score: float | None = None
     outlier: bool | None = None
     error: str | None = None
+    outlier_threshold: float | None = None
 
 
 @needs("predict", extra="train")
@@ -155,7 +157,7 @@ def _named(
     labels = tuple(names[index] if index < len(names) else str(index) for index in classes)
     limit = description.outlier_threshold
     flagged = None if outlier is None or limit is None else outlier > limit
-    return Prediction(path, labels, tuple(probabilities), outlier, flagged)
+    return Prediction(path, labels, tuple(probabilities), outlier, flagged, outlier_threshold=limit)
 
 
 def _read_ahead(files: Sequence[Path], size: int, transform: Transform) -> Iterator[list[tuple[Path, Tensor | str]]]:
@@ -192,15 +194,18 @@ def write_predictions(
     output = None if output is None else Path(output)
     check_output(output)
     failures: list[Prediction] = []
-    count = flagged = 0
+    count = scored = flagged = 0
+    threshold: float | None = None
     # Lines on the same terminal would break the bar.
     shown = total is not None and total >= MANY and not (output is None and sys.stdout.isatty())
 
     def counted() -> Iterator[Prediction]:
-        nonlocal count, flagged
+        nonlocal count, scored, flagged, threshold
         for prediction in predictions:
             count += 1
+            scored += prediction.outlier_score is not None
             flagged += bool(prediction.outlier)
+            threshold = prediction.outlier_threshold if prediction.error is None else threshold
             if prediction.error is not None:
                 failures.append(prediction)
             yield prediction
@@ -214,9 +219,8 @@ def write_predictions(
             write_atomically(output, lambda file: write(counted(), file))
     if output is not None:
         print(f"Saved {output}, predictions for {count - len(failures)} images", file=sys.stderr)
-    if flagged:
-        what = f"{flagged} of {count - len(failures)} images look like none of the classes"
-        print(f"{what}: their outlier score is above the threshold", file=sys.stderr)
+    if scored:
+        print(_about_outliers(scored, flagged, threshold), file=sys.stderr)
     if failures:
         print(f"grassy: {len(failures)} of {count} images could not be read", file=sys.stderr)
         if output is not None:  # on the terminal they have been named in their place
@@ -225,6 +229,16 @@ def write_predictions(
             if len(failures) > NAMED:
                 print(f"  and {len(failures) - NAMED} more, named in {output}", file=sys.stderr)
     return len(failures)
+
+
+def _about_outliers(scored: int, flagged: int, threshold: float | None) -> str:
+    if threshold is None:
+        return (
+            "this model has no outlier threshold, so no image is flagged: `grassy validate RUN --json` gives one for "
+            f"{FEWEST} labelled images or more, and --outlier-threshold takes it"
+        )
+    so = ": they look like none of the classes" if flagged else ""
+    return f"{flagged} of {scored} images are above the outlier threshold {threshold:.3f}{so}"
 
 
 def check_output(output: Path | None) -> None:

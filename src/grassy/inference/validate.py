@@ -16,6 +16,8 @@ from grassy.inference.evaluate import Metrics, evaluate
 from grassy.inference.load import load, load_divided
 from grassy.precision import amp_dtype
 from grassy.runs.paper_row import paper_row
+from grassy.runs.recipe import Recipe
+from grassy.runs.records import data_is_gone
 from grassy.runs.weights import read_description, weights_file
 
 
@@ -39,7 +41,9 @@ def validate(
     recipe = run_recipe(description, split, dataset)
     changes = {"val_batch_size": batch_size, "workers": workers}
     recipe = recipe.changed({name: value for name, value in changes.items() if value is not None})
-    data_dir = data_dir_of(file, recipe, data_dir, dataset)
+    given, data_dir = data_dir, data_dir_of(file, recipe, data_dir, dataset)
+    if given is None and data_dir is not None and in_files(recipe) and not data_dir.exists():
+        raise ValueError(data_is_gone(data_dir))
     with distributed.joined(device) as process:
         found = None
         if not recipe.dataset.startswith(STREAMS):
@@ -61,6 +65,11 @@ def validate(
     for failure in failures:
         print(f"cannot read {failure.name}: {failure.reason}", file=sys.stderr)
     return metrics
+
+
+def in_files(recipe: Recipe) -> bool:
+    """Whether the images of a recipe lie in --data-dir; otherwise a library or scikit-learn has them."""
+    return recipe.dataset != "digits" and not recipe.dataset.startswith((*STREAMS, "hfds/"))
 
 
 def paper_figures(checkpoint: Path) -> dict[str, Any] | None:

@@ -179,6 +179,14 @@ def where_images_are(file: Path, about: Description, data_dir: Path | None, data
     return found
 
 
+def gone_folder(run: Path) -> Path | None:
+    """The folder that a run was trained on, if it is no longer there."""
+    file = weights_file(run)
+    recipe = run_recipe(read_description(file))
+    found = data_dir_of(file, recipe, None)
+    return None if found is None or found.exists() or recipe.dataset.startswith(STREAMS) else found
+
+
 def open_split(
     about: Description,
     data_dir: Path | None,

@@ -98,15 +98,30 @@ def report(
     return write_page(opened, output, title)
 
 
-def measured_on(runs: Sequence[Path]) -> list[str]:
-    """For each run the images that its analysis is of, if they are not the same for all."""
+def analyses_of(runs: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """The analysis of each run, by the name that the page has for the run."""
     paths = list(dict.fromkeys(Path(run) for run in runs))
-    found = [read_analysis(weights_file(path).parent)["data"] for path in paths]
+    return {name: read_analysis(weights_file(path).parent) for name, path in zip(run_names(paths), paths, strict=True)}
+
+
+def top1_of(analyses: Mapping[str, dict[str, Any]]) -> list[str]:
+    """One line for each analysis of images: the accuracy, and the images that it is of."""
+    return [
+        f"{name}: top-1 {analysis['scalars']['top1']:.2f} on {analysis['data']['images']:,} images of "
+        f"{analysis['data']['split']}"
+        for name, analysis in analyses.items()
+        if analysis["data"] is not None and analysis["scalars"].get("top1") is not None
+    ]
+
+
+def measured_on(analyses: Mapping[str, dict[str, Any]]) -> list[str]:
+    """For each run the images that its analysis is of, if they are not the same for all."""
+    found = [analysis["data"] for analysis in analyses.values()]
     if len({_images(data) for data in found}) == 1:
         return []
     words = ["weights alone" if data is None else f"{data['images']:,} images of {data['split']}" for data in found]
     folders = ["" if data is None or data["folder"] is None else f" in {data['folder']}" for data in found]
-    return [f"{name}: {word}{folder}" for name, word, folder in zip(run_names(paths), words, folders, strict=True)]
+    return [f"{name}: {word}{folder}" for name, word, folder in zip(analyses, words, folders, strict=True)]
 
 
 def _images(data: dict[str, Any] | None) -> tuple[Any, ...] | None:

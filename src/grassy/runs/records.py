@@ -53,6 +53,11 @@ def remembered_data_dir(folder: Path) -> Path | None:
     return None
 
 
+def data_is_gone(data_dir: Path, so: str = "") -> str:
+    """What to tell the user of the folder that a run remembers, if it is not there; `so` says what follows."""
+    return f"the run's data folder {data_dir} is gone{so}; if it moved, give --data-dir"
+
+
 def save_split(folder: Path, recipe: Recipe, held_out: Sequence[str]) -> None:
     """Which images the run validates on, by their paths in its data: later commands take exactly these."""
     content = {"val_fraction": recipe.val_fraction, "val_seed": recipe.val_seed, "validation": list(held_out)}
