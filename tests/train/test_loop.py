@@ -278,8 +278,15 @@ def test_what_is_worth_knowing_of_a_model_is_said(tmp_path, capsys):
         said = capsys.readouterr().err
         assert f"begins with {start}: {taken}" in said
         assert "is much for" not in said
-    train(tiny_recipe(**small), tiny_arrays(tmp_path / "one", classes=1), tmp_path / "one" / "run")
-    assert "there is one class only, class 0: is --data-dir" in capsys.readouterr().err
+
+
+def test_one_class_is_refused_unless_more_are_to_come(tmp_path):
+    data, output = tiny_arrays(tmp_path / "one", classes=1), tmp_path / "run"
+    with pytest.raises(ValueError, match="one class only, and a classifier needs two: --data-dir is the folder that"):
+        train(tiny_recipe(epochs=1), data, output, quiet=True)
+    assert not output.exists()
+    train(tiny_recipe(epochs=1, num_classes=2), data, output, quiet=True)
+    assert output.exists()
 
 
 def test_classes_that_are_never_validated_are_named(tmp_path, capsys):

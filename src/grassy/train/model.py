@@ -32,6 +32,11 @@ def build_model(
     say: is called with what is worth knowing.
     divide: creates the head of a model, in which it is on the meta device, each process its classes.
     """
+    if num_classes < 2:
+        raise ValueError(
+            "the training images have one class only, and a classifier needs two: --data-dir is the folder that holds "
+            "the class folders; for classes that have no images yet, give num_classes=N"
+        )
     options, on_meta = _model_options(recipe), divide is not None
     with fetching_weights(recipe.model) if options.get("pretrained") else contextlib.nullcontext():
         model = create_model(recipe.model, num_classes, recipe.head, options, recipe.k_share, on_meta)
