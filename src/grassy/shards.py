@@ -4,6 +4,7 @@
 by somebody who did.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -62,11 +63,21 @@ def groups_of(tensor: Tensor) -> list[Any]:
 
 
 def largest_of_all(value: Tensor, tensor: Tensor) -> Tensor:
-    """The largest of the values that the processes have which share the tensor. All of them have to ask."""
+    """The largest of the values that the processes have which share the tensor. All of them have to ask.
+
+    NaN counts as infinite: a maximum over processes may leave it out.
+    """
     for group in groups_of(tensor):
-        value = value.clone()
+        value = value.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)  # a copy
         dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
     return value
+
+
+def first_row(tensor: Tensor) -> int:
+    """The index, in the whole tensor, of the first row that this process holds."""
+    if not is_distributed(tensor):
+        return 0
+    return int(tensor.__create_chunk_list__()[0].offsets[0])  # type: ignore[attr-defined]
 
 
 def divided_like(whole: Tensor, weight: Tensor) -> Tensor:

@@ -314,13 +314,17 @@ def _return_to_manifold(head: nn.Module, state_dict: dict[str, Any], prefix: str
         return  # not meant to be on the manifold
     given, weight = weight, shards.local(weight)  # of a weight that is divided over processes, what is here
     empty = (~geometry.present_rows(weight).any(-1)).nonzero().flatten()
-    if len(empty):
+    # Processes raise together, or those without an empty class would wait for the others in the next reduction.
+    own = int(empty[0]) + shards.first_row(given) if len(empty) else len(given)
+    first = -int(shards.largest_of_all(torch.tensor(-own, device=weight.device), given))
+    if first < len(given):
+        others = 0 if shards.is_distributed(given) else len(empty) - 1  # a process knows its own alone
         raise ValueError(
-            f"{key} is not a weight of subspaces: class {int(empty[0])} has no direction, its rows are zero"
-            + (f", and so have {len(empty) - 1} others" if len(empty) > 1 else "")
+            f"{key} is not a weight of subspaces: class {first} has no direction, its rows are zero"
+            + (f", and so have {others} others" if others else "")
         )
     here = geometry.orthonormality_error(weight) if weight.shape[0] else weight.new_zeros(())
-    error = float(shards.largest_of_all(here, given))  # so that all processes agree
+    error = float(shards.largest_of_all(here.detach(), given))  # so that all processes agree
     # Rounding to half precision alone takes a weight this far.
     tolerance = max(REPAIR_ABOVE, 4 * torch.finfo(weight.dtype).eps)
     if not error <= REFUSE_ABOVE:
