@@ -7,9 +7,11 @@ import pytest
 import torch
 from sharded_kernels import SHARDS, differences, evaluated, example
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton_cases import interpreted
 
 from grassy import kernels
+from grassy.kernels import sharded
 from grassy.kernels.sampling import Sampling, drawn
 from grassy.kernels.sharded import sharded_cross_entropy
 from grassy.shards import Shard, bounds
@@ -110,3 +112,31 @@ def test_chunks_of_any_head_give_what_all_classes_at_once_give(monkeypatch):
     monkeypatch.setattr("grassy.kernels.sharded.CHUNK", 18)
     for ours, theirs in zip(result("chunks"), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+
+
+class Integers(TorchDispatchMode):
+    """Within this, the number of elements of the largest tensor of integers that is made is kept."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = result if isinstance(result, list | tuple) else [result]
+        sizes = [t.numel() for t in made if isinstance(t, torch.Tensor) and t.dtype == torch.int64]
+        self.largest = max([self.largest, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("count", [1, 3, 50])
+def test_the_largest_logits_need_indices_of_themselves_alone(monkeypatch, count):
+    monkeypatch.setattr(sharded, "WHOLE", 0)
+    monkeypatch.setattr(sharded, "CHUNK", 40 * 8)  # 40 classes at a time, fewer than 50
+    torch.manual_seed(0)
+    rows, weight = torch.randn(8, 5), torch.randn(200, 5)
+    shard = Shard(1000, 1200, 5000)
+    with Integers() as seen:
+        values, places = kernels.sharded_top(rows, lambda x, _, w: x @ w.T, [weight], shard, count)
+    expected, index = (rows @ weight.T).topk(count)
+    torch.testing.assert_close(values, expected)
+    assert torch.equal(places, index + 1000)
+    assert seen.largest <= 8 * (count + min(count, 40))

@@ -65,8 +65,9 @@ def sharded_top(
     places = torch.zeros(x.shape[0], count, dtype=torch.int64, device=x.device)
     for start, stop in chunks(len(params[0]), chunk_size(x.shape[0], params)):
         part = logits(x, None, *(p[start:stop] for p in params)).to(values.dtype)
-        here = torch.arange(shard.offset + start, shard.offset + stop, device=x.device).expand(x.shape[0], -1)
-        values, places = _largest(torch.cat([values, part], -1), torch.cat([places, here], -1), count)
+        best, index = part.topk(min(count, stop - start), dim=-1)
+        here = index + (shard.offset + start)
+        values, places = _largest(torch.cat([values, best], -1), torch.cat([places, here], -1), count)
     world = collectives.world_size(shard.group)
     blocks = (collectives.exchanged(each.unflatten(0, (world, -1)), shard.group) for each in (values, places))
     values, places = (each.movedim(0, 1).flatten(1) for each in blocks)
