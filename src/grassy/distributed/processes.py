@@ -154,9 +154,12 @@ def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
 
 
-def silent_ranks() -> list[int]:
-    """Ranks that do not answer, asked by those that could not reach each other; empty if nobody knows."""
-    return _meetings[-1].silent_ranks() if _meetings else []
+def missing_processes() -> str:
+    """Which processes do not answer, as the beginning of a sentence, asked by those that could not reach each other."""
+    if _meetings and (silent := _meetings[-1].silent_ranks()):
+        meeting, ranks = _meetings[-1], ", ".join(map(str, silent))
+        return f"rank {ranks} of {meeting.world_size} did not answer within {meeting.roll_call:g} s"
+    return "another process of this run has ended, or cannot be reached"
 
 
 def wait_for_all() -> None:

@@ -17,8 +17,9 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 
 #: Seconds between two looks into the store.
 PAUSE = 0.02
-#: Seconds in which those that have given up tell each other.
-ROLL_CALL = 2.0
+#: Those that have given up tell each other so, for this share of the timeout and at least for so many seconds: they may
+#: notice at different times that a process is missing.
+ROLL_CALL, SHORTEST_ROLL_CALL = 0.05, 2.0
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,17 @@ class Meeting:
     store: Store
     rank: int
     world_size: int
+    timeout: float
+
+    @property
+    def roll_call(self) -> float:
+        """Seconds in which a process that lives must answer."""
+        return max(SHORTEST_ROLL_CALL, ROLL_CALL * self.timeout)
 
     def silent_ranks(self) -> list[int]:
         """Ranks that do not answer, asked by those that could not reach each other: all of them call it."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        end = time.monotonic() + ROLL_CALL
+        end = time.monotonic() + self.roll_call
         try:
             self.store.set(f"trouble/{self.rank}", "")
             while others and time.monotonic() < end:
@@ -75,7 +82,7 @@ def meet(timeout: float) -> Meeting:
             if rank == 0 and hall.check([f"{name}/yes/{each}" for each in ranks]):
                 hall.set(f"{name}/go", "")
             if hall.check([f"{name}/go"]):
-                return Meeting(PrefixStore(f"grassy/{name}", store), rank, world_size)
+                return Meeting(PrefixStore(f"grassy/{name}", store), rank, world_size, timeout)
         time.sleep(PAUSE)
     missing = [each for each in ranks if not hall.check([f"here/{each}"])]
     who = f"rank {', '.join(map(str, missing))}" if missing else "a process"

@@ -42,10 +42,7 @@ def trouble_explained(recipe: Recipe, process: Process, output: Path) -> Iterato
                 f"need less; {last_good(output)}"
             ) from error
         if is_of_another_process(error):
-            silent = ", ".join(map(str, distributed.silent_ranks()))
-            who = f"rank {silent} of {process.world_size}" if silent else "another process of this run"
-            message = f"{who} has ended, or cannot be reached; {last_good(output)} ({reason})"
-            raise TrainingStopped(message) from error
+            raise TrainingStopped(f"{distributed.missing_processes()}; {last_good(output)} ({reason})") from error
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
             raise
         size = max(1, recipe.batch_size // process.world_size // recipe.grad_accum_steps)
