@@ -79,14 +79,14 @@ def unreduced(mesh):
 
 
 def created_on_meta(mesh):
-    """Weights of heads that were created shard by shard: two blocks of classes, and a part of a third."""
+    """Parameters and buffers of heads that were created shard by shard: two blocks of classes, a part of a third."""
     found = {}
     for name, options in {"grassmann": {"k": 2, "learnable_gamma": True, "standardize": True}, "linear": {}}.items():
         head = grassy.create_head(name, 3, 2 * 4096 + 5, device="meta", **options)
         grassy.distributed.shard_head(head, mesh, seed=7)
         assert not any(t.is_meta for t in (*head.parameters(), *head.buffers()))
-        found[name] = grassy.distributed.whole(head.weight)
-    found["gamma"] = head.bias.full_tensor()
+        found |= {f"{name} {key}": grassy.distributed.whole(t) for key, t in head.named_parameters()}
+        found |= {f"{name} {key}": t.clone() for key, t in head.named_buffers()}
     return found
 
 

@@ -83,8 +83,15 @@ def test_a_head_that_is_created_shard_by_shard_does_not_depend_on_the_number_of_
     finally:
         torch.distributed.destroy_process_group()
     for each in results:
+        assert each["meta"].keys() == alone.keys()
         assert all(torch.equal(each["meta"][name], value) for name, value in alone.items())
-    weight = alone["grassmann"]
+    weight = alone["grassmann weight"]
+    created = grassy.create_head("grassmann", 3, 5, k=2, learnable_gamma=True, standardize=True)
+    rest = {**dict(created.named_parameters()), **dict(created.named_buffers())}
+    del rest["weight"]
+    assert rest.keys() >= {"gamma", "batch_norm.running_mean", "batch_norm.running_var"}
+    for name, value in rest.items():  # gamma and standardisation begin as those of a head that never was on meta
+        assert torch.equal(alone[f"grassmann {name}"], value), name
     assert grassy.geometry.orthonormality_error(weight) < 1e-5
     assert not torch.equal(weight[:4096], weight[4096:8192])
 
