@@ -3,10 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import BackendConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grassy
 from grassy import kernels
+from grassy.distributed.processes import device_to_agree_on
 from grassy.kernels import cross_entropy
 from grassy.shards import Shard
 
@@ -62,3 +64,22 @@ def test_no_process_ever_holds_the_whole_weight_or_the_logits_of_its_classes(mes
 def test_logits_of_too_many_classes_are_refused():
     with pytest.raises(ValueError, match=r"use head.top\(features, 5\)"):
         kernels.sharded_logits(torch.randn(3, N), None, kernels.subspace_logits, [], Shard(0, 1, 2**25))
+
+
+@pytest.mark.parametrize("fsdp", [True, []], ids=["all blocks", "named blocks"])
+@pytest.mark.parametrize("divided", [True, False])
+def test_a_scale_that_is_learned_is_refused_by_fsdp_in_one_sentence(mesh, divided, fsdp):
+    model = torch.nn.Sequential(torch.nn.Linear(4, N), grassy.create_head("grassmann", N, 9, k=K, learnable_gamma=True))
+    if divided:
+        grassy.distributed.shard_head(model, mesh)
+    with pytest.raises(
+        ValueError, match=r"fsdp cannot divide 1\.gamma, which is one number: use fsdp=False, or .*gamma"
+    ):
+        grassy.distributed.wrap(model, mesh, fsdp=fsdp)
+
+
+@pytest.mark.parametrize(("backend", "place"), [("gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cpu"), ("nccl", "cuda:1")])
+def test_processes_that_only_gpus_connect_agree_on_their_gpus(mesh, monkeypatch, backend, place):
+    config = str(BackendConfig(dist.Backend(backend)))
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    assert device_to_agree_on(torch.device("cuda:1")) == torch.device(place)

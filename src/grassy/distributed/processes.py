@@ -123,6 +123,12 @@ def anywhere(flag: int, device: torch.device) -> int:
     return int(largest(torch.tensor(int(flag), device=device))) if dist.is_initialized() else flag
 
 
+def device_to_agree_on(device: torch.device) -> torch.device:
+    """Where a small tensor that processes exchange should lie: on the CPU, unless their group connects GPUs alone."""
+    alone = not dist.is_initialized()
+    return torch.device("cpu") if alone or "cpu:" in dist.get_backend_config() else device
+
+
 def largest(value: Tensor) -> Tensor:
     """The largest value in any process."""
     if dist.is_initialized():

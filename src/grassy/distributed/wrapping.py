@@ -27,6 +27,11 @@ def wrap(model: nn.Module, mesh: DeviceMesh, fsdp: bool | Iterable[nn.Module] = 
         return _replicated(model, mesh, list(shards), options)
     from torch.distributed.fsdp import fully_shard
 
+    if scalars := [name for name, p in model.named_parameters() if p.ndim == 0]:
+        raise ValueError(
+            f"fsdp cannot divide {scalars[0]}, which is one number: use fsdp=False, or a head that does not learn its "
+            "scale (learnable_gamma=False, learnable_scale=False)"
+        )
     ignored = set(shards.values())
     for block in _blocks(model) if isinstance(fsdp, bool) else fsdp:
         if any(p in ignored for p in block.parameters()):

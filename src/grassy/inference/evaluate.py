@@ -56,7 +56,7 @@ def evaluate(
     failures: list[Failure] = []
     scores: list[float] = []
     with SubspaceUse(model) as use, OutlierScores(model) as outliers:
-        for batch in in_step(batches, sharded):
+        for batch in in_step(batches, sharded, device):
             failures += batch.failures
             if not batch.images.numel():  # not one that would tell how large its images are
                 continue
@@ -114,7 +114,7 @@ def judged(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Te
     return answers[:, 0], answers[:, 1:].long() == labels[:, None]
 
 
-def in_step(batches: Iterable[Batch], sharded: bool) -> Iterator[Batch]:
+def in_step(batches: Iterable[Batch], sharded: bool, device: torch.device) -> Iterator[Batch]:
     """The same batches; a process that has no more, or none that could be read, gets blank images instead.
 
     So all processes make the same number of forward passes with the same number of images, whatever their share: a
@@ -123,12 +123,13 @@ def in_step(batches: Iterable[Batch], sharded: bool) -> Iterator[Batch]:
     sharded: each process of the run has its own batches.
     """
     own = iter(batches)
+    place = distributed.device_to_agree_on(device)
     while True:
         batch = next(own, None)
         shape = [0, 0, 0]
         if batch is not None and batch.blank < len(batch.labels):
             shape = [len(batch.labels), *batch.images.shape[-2:]]
-        asked = torch.tensor([batch is not None, *shape])
+        asked = torch.tensor([batch is not None, *shape], device=place)
         more, size, height, width = (distributed.largest(asked) if sharded else asked).tolist()
         if not more:
             return
