@@ -83,8 +83,6 @@ def open_data(recipe: Recipe, data_dir: Path | None, process: Process, recorded:
         else WorkerLoader(images, train_transform(recipe), batches, recipe.workers, process.device, num_classes)
     )
     names = None if images.class_names is None else list(images.class_names)
-    if num_classes == 1:
-        notes.append(f"there is one class only, {names[0] if names else 0}: is --data-dir the folder above its parts?")
     validation = _validation_loader(recipe, held_out, num_classes, process)
     sharded = isinstance(validation, ValidationLoader)
     return Data(

@@ -13,7 +13,7 @@ from grassy.distributed.saves import newest
 from grassy.runs.atomic import write_atomically
 
 STATE = "resume.pt"
-#: A folder in its place, if weights are divided over processes: the saves of `grassy.distributed.state`.
+#: A folder in its place, if weights are divided over processes: the saves of `grassy.distributed.saves`.
 SAVES = "resume"
 #: Begins the last bytes of a state; its SHA-256 follows, in hexadecimal digits. torch.load does not look at them.
 SEAL = b"grassy-sha256:"
