@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -680,3 +681,14 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path):
     grassy.save(model, tmp_path / "text")
     with pytest.raises(ValueError, match=r"holds a model of transformers: use grassy\.load, the commands take timm's"):
         validate(tmp_path / "text", None)
+
+
+@pytest.mark.slow
+def test_a_text_model_is_the_first_thing_that_a_process_loads(tmp_path):
+    """Beside a CPU build of torch, transformers stops at torchvision unless that is imported with care."""
+    grassy.save(of_transformers("bert"), tmp_path / "bert")
+    code = f"import grassy; print(type(grassy.load({str(tmp_path / 'bert')!r})).__name__)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(grassy.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "WithHead" or "Bert" in done.stdout

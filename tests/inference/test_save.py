@@ -167,6 +167,10 @@ def test_bad_arguments_are_refused(tmp_path):
         grassy.save(model, tmp_path / "model.pt")
     with pytest.raises(ValueError, match="class_names has 6 names, but the head has 5 classes"):
         grassy.save(model, tmp_path / "model.safetensors", list("abcdef"))
+    with pytest.raises(ValueError, match="class_names has 2 names, but the head has 5 classes"):
+        grassy.save(model, tmp_path / "model.safetensors", ["a", "b"])
+    with pytest.raises(ValueError, match="class_names has 'b' more than once"):
+        grassy.save(model, tmp_path / "model.safetensors", list("abbcd"))
     model.fc = nn.Sequential(model.fc, type("Mine", (grassy.LinearHead,), {})(C, C))
     with pytest.raises(ValueError, match="Mine is not a registered head"):
         grassy.save(model, tmp_path / "model.safetensors")

@@ -118,10 +118,7 @@ def write_transformers_folder(
     where = {"classifier": place["classifier"]} if "classifier" in place else {}
     setattr(config, HEAD, {**describe(heads[0]), **where})  # as it has become
     if class_names is not None:
-        if len(class_names) != heads[0].num_classes:
-            raise ValueError(
-                f"class_names has {len(class_names)} names, but the head has {heads[0].num_classes} classes"
-            )
+        check_class_names(class_names, heads[0].num_classes)
         config.id2label = {number: str(name) for number, name in enumerate(class_names)}
         config.label2id = {str(name): number for number, name in enumerate(class_names)}
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -159,6 +156,7 @@ def _check_that_it_is_read_again(model: nn.Module, folder: Path) -> None:
 
 def load_transformers(folder: Path) -> nn.Module:
     """The model of transformers in a folder, with the head that its config describes."""
+    _prepare_torchvision()
     import transformers
 
     described = read_config(folder) or {}
@@ -199,12 +197,26 @@ def load_adapters(folder: Path, base: nn.Module) -> nn.Module:
     """A model with the adapters of PEFT in a folder."""
     if not (folder / ADAPTER_WEIGHTS).is_file():  # PEFT would unpickle another file
         raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}, the only file that adapters are loaded from")
-    with contextlib.suppress(ImportError):  # PEFT needs no torchvision, but imports one that is there
-        import_torchvision()
+    _prepare_torchvision()
     from peft import PeftModel
 
     model: nn.Module = PeftModel.from_pretrained(base, folder).eval()
     return model
+
+
+def check_class_names(names: Sequence[str], num_classes: int) -> None:
+    """Raise a ValueError unless there is one name for each class, and no name twice."""
+    if len(names) != num_classes:
+        raise ValueError(f"class_names has {len(names)} names, but the head has {num_classes} classes")
+    if len(set(map(str, names))) != num_classes:
+        twice = next(str(name) for i, name in enumerate(names) if name in list(names)[:i])
+        raise ValueError(f"class_names has {twice!r} more than once")
+
+
+def _prepare_torchvision() -> None:
+    """Transformers and PEFT need no torchvision, but import one that is there."""
+    with contextlib.suppress(ImportError):
+        import_torchvision()
 
 
 def _with_head(kind: Any, head: dict[str, Any]) -> Any:

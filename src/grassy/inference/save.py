@@ -14,7 +14,13 @@ from torch.optim import swa_utils
 from grassy._version import __version__
 from grassy.extras import needs
 from grassy.heads import Head, describe, heads_of
-from grassy.inference.hub import check_folder, is_transformers_model, write_timm_folder, write_transformers_folder
+from grassy.inference.hub import (
+    check_class_names,
+    check_folder,
+    is_transformers_model,
+    write_timm_folder,
+    write_transformers_folder,
+)
 from grassy.inference.load import load
 from grassy.models import create_model, import_timm
 from grassy.runs.hub import REMOTE
@@ -84,8 +90,8 @@ def save(
     config = getattr(model, "pretrained_cfg", None) or {}
     architecture = _checked_architecture(model, architecture or config.get("architecture"))
     names = config.get("label_names") if class_names is None else class_names
-    if names is not None and len(names) > head.num_classes:
-        raise ValueError(f"class_names has {len(names)} names, but the head has {head.num_classes} classes")
+    if class_names is not None:
+        check_class_names(class_names, head.num_classes)
     prepared = _preparation(model)
     given = {"img_size": img_size, "crop_pct": crop_pct, "interpolation": interpolation, "mean": mean, "std": std}
     description = Description(

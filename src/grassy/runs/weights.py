@@ -149,7 +149,10 @@ def weights_file(path: Path) -> Path:
         for folder in (path / BEST_SAVES, path / SAVES, path):
             if (save := newest(folder)) is not None:
                 return save
-        raise ValueError(f"{path} holds no {BEST} or {LAST}: is it the output folder of grassy train?")
+        other = f"; its {hub.CONFIG} describes no head of grassy's" if (path / hub.CONFIG).is_file() else ""
+        raise ValueError(
+            f"{path} holds no {BEST} or {LAST}: is it the output folder of grassy train, or of grassy.save?{other}"
+        )
     if not path.is_file():
         raise ValueError(f"there is no checkpoint {path}")
     if path.name == STATE:
