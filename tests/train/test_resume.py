@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from grassy.runs import atomic, folder, records, state
+from grassy import atomic
+from grassy.runs import folder, records, state
 from grassy.runs import weights as weights_module
 from grassy.runs.folder import RunFolder
 from grassy.runs.state import STATE, read_torch

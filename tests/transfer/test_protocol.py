@@ -10,12 +10,12 @@ import torch
 from PIL import Image
 
 import grassy
+from grassy.atomic import TEMPORARY
 from grassy.cli import main
 from grassy.data.images import ArrayImages
 from grassy.data.loader import Failure
 from grassy.inference.feature_models import FeatureModel
 from grassy.inference.features import Features
-from grassy.runs.atomic import TEMPORARY
 from grassy.train.loop import train
 from grassy.transfer import datasets, protocol, table
 from grassy.transfer.datasets import MissingData, open_set

@@ -32,10 +32,10 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from grassy.atomic import remove_torn_files
     from grassy.distributed.processes import find_device
     from grassy.inference.feature_models import open_model
     from grassy.precision import amp_dtype
-    from grassy.runs.atomic import remove_torn_files
     from grassy.runs.folder import RunFolder
     from grassy.runs.recipe import Recipe
     from grassy.runs.records import environment

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from grassy._version import __version__
 from grassy.analysis import class_separation, variability
+from grassy.atomic import write_atomically
 from grassy.demo.page import page_run, write_demo_page
 from grassy.heads import GrassmannHead, create_head
 from grassy.loss import classification_loss
 from grassy.optim import make_optimizer
-from grassy.runs.atomic import write_atomically
 from grassy.terminal import bar
 
 #: What is measured: the key in demo.json, the title of its column and panel, and how many decimals are worth showing.

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
+from grassy.atomic import sync_folder, write_atomically
 from grassy.distributed.processes import everywhere, gathered, on_rank_0, own_rank, world_size
 
 MANIFEST = "state.json"
@@ -96,18 +97,14 @@ def finish(
     files = {name: each for own, _ in written for name, each in own.items()}
     text = json.dumps({**content, "files": files})
     sealed = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text})
-    with (part / MANIFEST).open("x", encoding="utf-8") as file:
-        file.write(sealed)
-        file.flush()
-        os.fsync(file.fileno())
+    write_atomically(part / MANIFEST, lambda file: file.write(sealed.encode()))
     try:
         _check_folder(part, files)
         _check_cover(part, content["tensors"], [chunk for _, chunks in written for chunk in chunks])
     except ValueError as error:
         raise OSError(f"{target} could not be written: {error}; do all processes write to the same folder?") from None
-    _sync(part)
     part.rename(target)
-    _sync(target.parent)
+    sync_folder(target.parent)
     numbers = saves(target.parent)
     for number in sorted(numbers)[:-keep]:
         _remove(numbers[number])
@@ -263,12 +260,3 @@ def _digest(path: Path) -> str:
 
 def one_line(error: BaseException) -> str:
     return f"{type(error).__name__} {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:200]
-
-
-def _sync(folder: Path) -> None:
-    if os.name == "posix":  # a rename is safe from a power cut once the folder is on the disk
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

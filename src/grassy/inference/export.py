@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grassy.atomic import write_atomically
 from grassy.extras import needs
 from grassy.inference.load import load
 from grassy.inference.outliers import OutlierScores, can_be_exported
 from grassy.inference.save import publish
-from grassy.runs.atomic import write_atomically
 from grassy.runs.hub import is_folder_of_hub
 from grassy.runs.weights import Description, read_description, weights_file
 from grassy.spelling import nearest

@@ -21,13 +21,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from grassy.atomic import TEMPORARY, write_atomically
 from grassy.data.batch_transforms import Preparation
 from grassy.data.images import ArrayImages, Images, Joined, ReaderImages
 from grassy.data.loader import Failure, Share, ValidationLoader
 from grassy.data.transforms import Transform, of_pixels
 from grassy.inference.feature_models import FeatureModel
 from grassy.models import import_timm
-from grassy.runs.atomic import TEMPORARY, write_atomically
 from grassy.surgery import find_classifiers
 from grassy.terminal import bar
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from grassy.atomic import write_atomically
 from grassy.distributed.saves import MANIFEST
 from grassy.heads import check_head_options, describe, heads_of
 from grassy.heads.state import KEY
 from grassy.inference.model_card import model_card
 from grassy.models import import_timm
-from grassy.runs.atomic import write_atomically
 from grassy.runs.hub import ADAPTER_WEIGHTS, ALL_WEIGHTS, CARD, CONFIG, HEAD, WEIGHTS, is_folder_of_hub, read_config
 from grassy.runs.recipe import ARGS, DEFAULTS
 from grassy.runs.schema import check_head, fail

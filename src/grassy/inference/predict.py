@@ -16,6 +16,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
+from grassy.atomic import write_atomically
 from grassy.data.class_folders import image_suffixes, walk
 from grassy.data.decode import read_rgb, reason_for
 from grassy.data.transforms import Transform, eval_transform
@@ -23,7 +24,6 @@ from grassy.distributed.processes import find_device
 from grassy.extras import needs
 from grassy.inference.load import load
 from grassy.inference.outliers import FEWEST, OutlierScores
-from grassy.runs.atomic import write_atomically
 from grassy.runs.weights import Description, read_description, weights_file
 from grassy.spelling import nearest
 from grassy.terminal import bar, printable, spreadsheet_safe

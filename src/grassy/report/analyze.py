@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from grassy.atomic import write_atomically
 from grassy.data.images import Images
 from grassy.data.run_images import data_dir_of, run_images, run_recipe
 from grassy.data.stream_loader import STREAMS
@@ -20,7 +21,6 @@ from grassy.report.classes import MOST_ANGLES, SCALARS, describe
 from grassy.report.examples import check_examples
 from grassy.report.thumbnails import short_name
 from grassy.runs import schema
-from grassy.runs.atomic import write_atomically
 from grassy.runs.recipe import Recipe
 from grassy.runs.records import environment
 from grassy.runs.weights import Description, read_description, weights_file

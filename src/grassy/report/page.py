@@ -15,6 +15,7 @@ from typing import Any
 
 from grassy import paper
 from grassy._version import __version__
+from grassy.atomic import write_atomically
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES
 from grassy.inference.feature_models import file_digest
 from grassy.report.analyze import ANALYSIS, analyze, open_split, read_analysis, where_images_are
@@ -22,7 +23,6 @@ from grassy.report.classes import SCALARS
 from grassy.report.curves import curves_of
 from grassy.report.settings import settings_of
 from grassy.report.thumbnails import BUDGET, thumbnails
-from grassy.runs.atomic import write_atomically
 from grassy.runs.paper_row import paper_row
 from grassy.runs.weights import read_description, weights_file
 

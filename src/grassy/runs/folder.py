@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from grassy.atomic import remove_torn_files, write_atomically
 from grassy.distributed.saves import MANIFEST, PART, newest
-from grassy.runs.atomic import remove_torn_files, write_atomically
 from grassy.runs.recipe import Recipe
 from grassy.runs.state import STATE, save_state, state_in
 from grassy.runs.weights import BEST, BEST_SAVES, LAST, Description, save_weights

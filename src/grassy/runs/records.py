@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from grassy._version import __version__
-from grassy.runs.atomic import write_atomically
+from grassy.atomic import write_atomically
 from grassy.runs.recipe import Recipe
 from grassy.runs.schema import MOST_ANALYSIS, MOST_CLASSES, MOST_DESCRIPTION, fail, list_of, parse_json, read_text, text
 

@@ -9,8 +9,8 @@ from typing import IO, Any
 
 import torch
 
+from grassy.atomic import write_atomically
 from grassy.distributed.saves import newest
-from grassy.runs.atomic import write_atomically
 
 STATE = "resume.pt"
 #: A folder in its place, if weights are divided over processes: the saves of `grassy.distributed.saves`.

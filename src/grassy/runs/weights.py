@@ -14,11 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from grassy.atomic import write_atomically
 from grassy.distributed.saves import MANIFEST, Saved, newest, open_state, read_plain
 from grassy.distributed.state import read_tensors
 from grassy.heads import GrassmannHead
 from grassy.runs import hub
-from grassy.runs.atomic import write_atomically
 from grassy.runs.schema import check_description, parse_json
 from grassy.runs.state import SAVES, STATE, read_torch
 

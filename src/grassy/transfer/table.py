@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grassy.runs.atomic import write_atomically
+from grassy.atomic import write_atomically
 from grassy.terminal import spreadsheet_safe
 from grassy.transfer.protocol import Report, Result
 

@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from grassy.runs.atomic import write_atomically
+from grassy.atomic import write_atomically
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])

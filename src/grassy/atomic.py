@@ -26,7 +26,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         if isinstance(error, OSError) and error.filename in (None, str(temporary)):
             raise OSError(error.errno, f"could not be written: {error.strerror}", str(path)) from error
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def remove_torn_files(folder: Path) -> None:
@@ -35,8 +35,9 @@ def remove_torn_files(folder: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
-    if os.name == "posix":  # a rename is safe from a power cut once the folder is on the disk
+def sync_folder(folder: Path) -> None:
+    """Write a folder to the disk: only then is a rename in it safe from a power cut."""
+    if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
