@@ -25,7 +25,8 @@ from torch import nn
 import grassy
 from grassy.data.device_loader import ResidentLoader
 from grassy.distributed.processes import Process, find_device
-from grassy.runs.recipe import load_recipe
+from grassy.runs.recipe_changes import with_changes
+from grassy.runs.recipe_files import load_recipe
 from grassy.runs.records import environment
 from grassy.train import loop
 from grassy.train.objective import build_optimizer, compiles
@@ -127,8 +128,8 @@ def main() -> None:
     for turn in range(args.turns):
         for name, head in HEADS.items():
             recipe = load_recipe("digits-grassmann" if args.digits else "cifar100-resnet18-grassmann")
-            recipe = recipe.changed(
-                {"head": head, "epochs": args.epochs, "warmup_epochs": 0, "val_interval": args.epochs}
+            recipe = with_changes(
+                recipe, {"head": head, "epochs": args.epochs, "warmup_epochs": 0, "val_interval": args.epochs}
             )
             folder = args.output.parent / f"train_epoch-{name}-{turn}-{time.time_ns()}"
             found = measured(recipe, args.data_dir, folder, "", Process(device), True)

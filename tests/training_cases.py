@@ -8,6 +8,7 @@ import yaml
 from PIL import Image
 
 from grassy.runs.recipe import Recipe
+from grassy.runs.recipe_changes import with_changes
 from grassy.runs.weights import LAST, read_weights
 from grassy.train.loop import train
 
@@ -27,7 +28,7 @@ TINY = {
 
 
 def tiny_recipe(**changes):
-    return Recipe(**TINY).changed({"head": {"name": "grassmann", "k": 2, "gamma": 8.0}, **changes})
+    return with_changes(Recipe(**TINY), {"head": {"name": "grassmann", "k": 2, "gamma": 8.0}, **changes})
 
 
 def tiny_run(folder):

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grassy.runs.recipe import Recipe, load_recipe
+from grassy.runs.recipe import Recipe
+from grassy.runs.recipe_changes import with_changes
+from grassy.runs.recipe_files import load_recipe
 
 TUNE, FINAL = "tune", "final"
 EPOCHS = {TUNE: 20, FINAL: 60}
@@ -336,7 +338,7 @@ def _job(
 @functools.cache
 def _recipe(base: str, changes: str) -> Recipe:
     kept = {name: value for name, value in json.loads(changes).items() if name not in REMOVED}
-    return load_recipe(base).changed(kept)
+    return with_changes(load_recipe(base), kept)
 
 
 @functools.cache

@@ -32,6 +32,7 @@ import torch
 
 from grassy.distributed.processes import find_device
 from grassy.heads.base import Head
+from grassy.runs.recipe_changes import with_changes
 from grassy.runs.records import environment
 from grassy.runs.weights import LAST
 from grassy.spelling import nearest
@@ -134,7 +135,7 @@ def _trained(job: Job, place: Place, folder: Path, weights: Path | None = None) 
     recipe = job.recipe
     assert recipe is not None
     if weights is not None:
-        recipe = recipe.changed({"initial_checkpoint": str(weights)})
+        recipe = with_changes(recipe, {"initial_checkpoint": str(weights)})
     shutil.rmtree(folder, ignore_errors=True)  # of a job that was cut short
     state = train(recipe, place.scratch / "data" / job.stage, folder, device=place.device, quiet=True)
     if state.stopped_by is not None:

@@ -27,6 +27,7 @@ import torch
 from grassy.distributed.processes import find_device
 from grassy.runs import records
 from grassy.runs.recipe import Recipe
+from grassy.runs.recipe_changes import with_changes
 from grassy.runs.weights import LAST
 from grassy.train import opening
 from grassy.train.loop import TrainingStopped, train
@@ -121,7 +122,7 @@ def as_the_study_trains(device: torch.device) -> Iterator[None]:
         return DeviceMixing(recipe, num_classes, device) if recipe.mixes else None
 
     def although_it_mixes(recipe: Recipe, *rest: Any) -> bool:
-        return can_be_captured(recipe.changed({"mixup": 0.0, "cutmix": 0.0}), *rest)
+        return can_be_captured(with_changes(recipe, {"mixup": 0.0, "cutmix": 0.0}), *rest)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(heads_outside_of_compiled_code())

@@ -9,7 +9,7 @@ import pytest
 import grassy
 from grassy import cli
 from grassy.demo import experiment as demo
-from grassy.runs.recipe import run_name
+from grassy.runs.recipe_files import run_name
 
 DEMO = "pip install 'grassy[demo]'"
 COMMANDS = ("demo", "train", "validate", "predict", "export", "transfer", "analyze", "report", "recipes", "import")

@@ -11,7 +11,7 @@ from grassy.cli import main
 from grassy.data.run_data import open_data
 from grassy.distributed.processes import Process
 from grassy.inference.load import load
-from grassy.runs.recipe import load_recipe
+from grassy.runs.recipe_files import load_recipe
 from grassy.runs.weights import BEST, read_description
 from grassy.train import pretrained
 from grassy.train.pretrained import preparation_of_weights

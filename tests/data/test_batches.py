@@ -24,6 +24,7 @@ from grassy.data.loader import (
 from grassy.data.run_data import open_data, open_validation
 from grassy.distributed.processes import Process
 from grassy.inference.validate import validate
+from grassy.runs.recipe_changes import with_changes
 from grassy.runs.weights import Description, save_weights
 from grassy.train.model import build_model
 from training_cases import tiny_arrays, tiny_folders, tiny_recipe
@@ -225,7 +226,9 @@ def test_unreadable_images_of_shards_are_named_and_those_of_sixteen_bits_are_sca
     grey = np.arange(64, dtype=np.uint16).reshape(8, 8)
     deep = io.BytesIO()
     Image.fromarray(grey * 257).save(deep, "png")
-    recipe = make_shards(tmp_path, {(4, "png"): b"no image", (7, "png"): deep.getvalue()}).changed({"workers": workers})
+    recipe = with_changes(
+        make_shards(tmp_path, {(4, "png"): b"no image", (7, "png"): deep.getvalue()}), {"workers": workers}
+    )
     batches = list(open_data(recipe, tmp_path, CPU).validation)
     (failure,) = [failure for batch in batches for failure in batch.failures]
     assert failure == Failure(f"0004 of {tmp_path / 'validation-0000.tar'}", "not an image that Pillow knows")
@@ -245,7 +248,7 @@ def test_a_stream_of_the_wrong_labels_or_of_nothing_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="not one batch of images could be read from the stream"):
         next(open_data(recipe, tmp_path, CPU).train.epoch(0))
     with pytest.raises(ValueError, match="3 in a batch is not an even number"):
-        open_data(recipe.changed({"mixup": 0.2, "grad_accum_steps": 2}), tmp_path, CPU)
+        open_data(with_changes(recipe, {"mixup": 0.2, "grad_accum_steps": 2}), tmp_path, CPU)
 
 
 def test_a_model_trained_on_a_stream_is_validated_on_one(tmp_path):

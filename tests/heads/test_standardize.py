@@ -12,6 +12,7 @@ from grassy.heads import HEADS, create_head
 from grassy.inference.export import export
 from grassy.inference.features import _watch
 from grassy.optim import AveragedModel
+from grassy.runs.recipe_changes import with_changes
 from grassy.runs.weights import LAST, read_description
 from grassy.surgery import HeadOnMap
 from grassy.train.loop import train
@@ -260,7 +261,9 @@ def test_a_run_saves_resumes_exports_and_is_fine_tuned_with_its_statistics(tmp_p
     json.dumps(described.head)
     for suffix in (".pt2", ".onnx"):
         assert export(tmp_path / "run" / LAST, tmp_path / f"model{suffix}").is_file()  # which checks the logits
-    frozen = recipe.changed({"initial_checkpoint": str(tmp_path / "run" / LAST), "freeze": True, "model_ema": False})
+    frozen = with_changes(
+        recipe, {"initial_checkpoint": str(tmp_path / "run" / LAST), "freeze": True, "model_ema": False}
+    )
     train(frozen, data, tmp_path / "tuned")
     before, after = weights(tmp_path / "run"), weights(tmp_path / "tuned")
     changed = {key for key in before if not torch.equal(before[key], after[key])}

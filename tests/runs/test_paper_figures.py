@@ -10,7 +10,8 @@ from rich.console import Console
 from grassy import paper
 from grassy.cli import main
 from grassy.runs import recipe_table as listing
-from grassy.runs.recipe import load_recipe, recipe_names
+from grassy.runs.recipe_changes import with_changes
+from grassy.runs.recipe_files import load_recipe, recipe_names
 from grassy.train.model import build_model
 
 NAMES = recipe_names()
@@ -175,7 +176,7 @@ def test_milestones_follow_the_number_of_epochs_unless_they_are_given(tmp_path):
     assert load_recipe("resnet50-grassmann").decay_milestones == (30, 60, 90)
     assert load_recipe("resnet50-grassmann", ["epochs=10"]).decay_milestones == (3, 6, 9)
     assert load_recipe("resnet50-grassmann", [], {"epochs": 10}).decay_milestones == (3, 6, 9)
-    assert load_recipe("resnet50-grassmann").changed({"epochs": 200}).decay_milestones == (60, 120, 180)
+    assert with_changes(load_recipe("resnet50-grassmann"), {"epochs": 200}).decay_milestones == (60, 120, 180)
     given = load_recipe("resnet50-grassmann", ["decay_milestones=[5]"], {"epochs": 10})
     assert (given.decay_milestones, given.epochs) == ((5,), 10)
     (tmp_path / "own.yaml").write_text("base: resnet50-grassmann\nepochs: 10\n")

@@ -7,7 +7,8 @@ import pytest
 from grassy.inference.feature_models import open_model
 from grassy.report.page import open_run
 from grassy.runs.paper_row import paper_row
-from grassy.runs.recipe import load_recipe
+from grassy.runs.recipe_changes import with_changes
+from grassy.runs.recipe_files import load_recipe
 from grassy.runs.weights import BEST, Description, read_description, read_weights, save_weights
 from grassy.transfer import protocol
 from training_cases import tiny_run
@@ -42,9 +43,9 @@ def test_a_changed_recipe_has_neither_the_papers_row_nor_its_description(overrid
 
 def test_what_only_says_how_a_recipe_runs_keeps_its_description():
     original = load_recipe("resnet50-grassmann")
-    for changed in (load_recipe("resnet50-grassmann", ["workers=2", "lr=0.1"]), original.changed({"seed": 5})):
+    for changed in (load_recipe("resnet50-grassmann", ["workers=2", "lr=0.1"]), with_changes(original, {"seed": 5})):
         assert (changed.paper, changed.description) == (original.paper, original.description)
-    assert original.changed({"epochs": 3, "description": "mine"}).description == "mine"
+    assert with_changes(original, {"epochs": 3, "description": "mine"}).description == "mine"
 
 
 def test_an_unchanged_recipe_on_other_classes_has_no_row():

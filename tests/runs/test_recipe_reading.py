@@ -8,7 +8,8 @@ import yaml
 
 from grassy.cli import main
 from grassy.runs.folder import check_same_run
-from grassy.runs.recipe import Recipe, load_recipe
+from grassy.runs.recipe import Recipe
+from grassy.runs.recipe_files import load_recipe
 
 
 @pytest.fixture

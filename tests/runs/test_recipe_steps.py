@@ -9,7 +9,8 @@ from torch import nn
 from grassy.distributed.processes import Process
 from grassy.models import import_timm
 from grassy.optim.joint import GRASSMANN, MANIFOLD
-from grassy.runs.recipe import load_recipe, recipe_names
+from grassy.runs.recipe_changes import with_changes
+from grassy.runs.recipe_files import load_recipe, recipe_names
 from grassy.runs.weights import Description, save_weights
 from grassy.subspaces import named_subspaces
 from grassy.train.model import build_model
@@ -44,7 +45,8 @@ def test_a_recipe_takes_a_step(name, folder, tmp_path):
     recipe = load_recipe(name)
     size = SIZE.get(recipe.model, 32) or recipe.img_size
     num_classes = {"digits": 10}.get(recipe.dataset, 100 if name.startswith("cifar100") else 1000)
-    small = recipe.changed(
+    small = with_changes(
+        recipe,
         {
             "img_size": size,
             "test_size": None if recipe.test_size is None else 2 * size,
@@ -53,13 +55,13 @@ def test_a_recipe_takes_a_step(name, folder, tmp_path):
             "num_classes": num_classes,
             "pretrained": False,
             "model_kwargs": {**recipe.model_kwargs, **SMALLER.get(recipe.model, {})},
-        }
+        },
     )
     if recipe.freeze or recipe.finetune:  # it needs weights to start from
         start = tmp_path / "start.safetensors"
         model = build_model(small, num_classes)
         save_weights(model, Description(small.model, num_classes, small.head), start)
-        small = small.changed({"initial_checkpoint": str(start)})
+        small = with_changes(small, {"initial_checkpoint": str(start)})
     data_dir = None if recipe.dataset == "digits" else folder
     with opened_run(small, data_dir, tmp_path / "run", "", Process(torch.device("cpu")), quiet=True) as (
         run,

@@ -13,7 +13,7 @@ import grassy
 from grassy import paper
 from grassy.heads import create_head
 from grassy.models import import_timm
-from grassy.runs.recipe import load_recipe, read_settings, recipe_names
+from grassy.runs.recipe_files import load_recipe, read_settings, recipe_names
 from grassy.runs.recipe_values import CHOICES
 
 FILES = sorted((resources.files("grassy") / "recipes").iterdir(), key=lambda file: file.name)

@@ -15,6 +15,7 @@ from studies.tiny_imagenet.plan import ARMS, PARTS, TRIALS, read
 from grassy import make_optimizer
 from grassy.heads import create_head, heads_of
 from grassy.models import create_model
+from grassy.runs.recipe_changes import with_changes
 from training_cases import tiny_arrays
 
 TINY = ["model_kwargs={channels: [4, 4, 8, 64]}", "img_size=8", "batch_size=16", "epochs=1", "warmup_epochs=0"]
@@ -415,7 +416,7 @@ def test_all_arms_share_the_compiled_network(images, tmp_path, monkeypatch):
 
 
 def test_mixing_on_the_device_is_that_of_timm():
-    recipe = plan.plan({})[0].recipe.changed({"mixup": 0.8, "cutmix": 1.0, "smoothing": 0.1})
+    recipe = with_changes(plan.plan({})[0].recipe, {"mixup": 0.8, "cutmix": 1.0, "smoothing": 0.1})
     labels = torch.tensor([0, 1, 2, 3])
     images = labels[:, None, None, None].expand(4, 3, 8, 8).float()  # the value of a pixel says whose it is
     mix = DeviceMixing(recipe, 5, torch.device("cpu"))
@@ -479,7 +480,7 @@ def test_an_update_asks_nothing_of_the_device(name):
 
 
 def test_mixing_asks_nothing_of_the_device():
-    recipe = plan.plan({})[0].recipe.changed({"mixup": 0.8, "cutmix": 1.0})
+    recipe = with_changes(plan.plan({})[0].recipe, {"mixup": 0.8, "cutmix": 1.0})
     mix = DeviceMixing(recipe, 5, torch.device("meta"))
     images, labels = torch.empty(8, 3, 4, 4, device="meta"), torch.zeros(8, dtype=torch.int64, device="meta")
     assert mix(images, labels)[1].shape == (8, 5)

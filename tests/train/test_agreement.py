@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from grassy.runs.folder import RunFolder
+from grassy.runs.recipe_changes import with_changes
 from grassy.runs.state import SAVES, STATE
 from grassy.train import checkpoints, dividing, loop
 from grassy.train.dividing import is_divided
@@ -67,7 +68,7 @@ def test_a_process_that_dies_during_a_resume_is_not_blamed_on_the_checkpoint(tmp
 
     monkeypatch.setattr(checkpoints, "load_state", load_state)
     with pytest.raises(TrainingStopped, match=r"another process of this run.*last good checkpoint is .*save-"):
-        train(recipe.changed({"epochs": 2}), data, tmp_path / "run", "auto", "cpu", quiet=True)
+        train(with_changes(recipe, {"epochs": 2}), data, tmp_path / "run", "auto", "cpu", quiet=True)
 
 
 def test_processes_that_find_different_checkpoints_all_say_so_before_anything_is_built(tmp_path):
@@ -78,7 +79,7 @@ def test_processes_that_find_different_checkpoints_all_say_so_before_anything_is
         if rank == 1:
             RunFolder.find_state = lambda *_: None
 
-    messages = run_on_two(recipe.changed({"epochs": 2}), data, tmp_path / "run", "auto", see_nothing)
+    messages = run_on_two(with_changes(recipe, {"epochs": 2}), data, tmp_path / "run", "auto", see_nothing)
     for message in messages:
         assert message == (
             f"the processes found different checkpoints, {tmp_path / 'run' / STATE} and none: "
@@ -115,7 +116,7 @@ def test_a_run_that_starts_on_one_process_grows_and_keeps_its_large_head_whole(t
 
         loop.train_epochs = checked
 
-    positions = run_on_two(recipe.changed({"epochs": 2}), data, tmp_path / "run", "auto", expect_whole)
+    positions = run_on_two(with_changes(recipe, {"epochs": 2}), data, tmp_path / "run", "auto", expect_whole)
     assert [position.epoch for position in positions] == [2, 2]
     assert (tmp_path / "run" / STATE).is_file()
     run_on_two(recipe, data, tmp_path / "other")  # from the beginning, the same head is divided

@@ -16,7 +16,9 @@ from grassy.distributed.saves import newest, open_state, read_plain
 from grassy.distributed.state import read_tensors
 from grassy.inference import validate as validate_module
 from grassy.inference.validate import validate
-from grassy.runs.recipe import Recipe, load_recipe
+from grassy.runs.recipe import Recipe
+from grassy.runs.recipe_changes import with_changes
+from grassy.runs.recipe_files import load_recipe
 from grassy.runs.state import SAVES
 from grassy.runs.weights import BEST_SAVES, LAST
 from grassy.train import dividing, loop
@@ -99,7 +101,7 @@ def test_any_number_of_processes_goes_on_with_a_divided_run(tmp_path):
     assert run_on(2, recipe, data, tmp_path / "whole") == [None] * 2
     assert run_on(4, recipe, data, tmp_path / "run", stop_after=3) == [signal.SIGTERM] * 4
     assert run_on(2, recipe, data, tmp_path / "run", "auto", stop_after=8) == [signal.SIGTERM] * 2
-    train(recipe.changed({"epochs": 3}), data, tmp_path / "run", resume="auto", quiet=True)  # one process
+    train(with_changes(recipe, {"epochs": 3}), data, tmp_path / "run", resume="auto", quiet=True)  # one process
     assert run_on(4, recipe, data, tmp_path / "run", "auto") == [None] * 4
     rows, expected = (read_plain(tmp_path / name / SAVES)["progress"]["rows"] for name in ("run", "whole"))
     for row, other in zip(rows, expected, strict=True):
@@ -154,13 +156,19 @@ def test_a_run_of_whole_weights_is_not_gone_on_with_divided_ones_nor_the_other_w
     def work(rank):
         os.environ.update(RANK=str(rank), WORLD_SIZE="2")
         with pytest.raises(ValueError, match="every process had all weights: go on with shard_head=false fsdp=false"):
-            train(recipe.changed({"epochs": 2, "shard_head": True}), divided / "data", tmp_path / "run", "auto", "cpu")
+            train(
+                with_changes(recipe, {"epochs": 2, "shard_head": True}),
+                divided / "data",
+                tmp_path / "run",
+                "auto",
+                "cpu",
+            )
 
     on_ranks(2, tmp_path, work)
     with pytest.raises(ValueError, match="holds a run already: --resume auto goes on with it"):
         train(recipe, divided / "data", divided / "run", quiet=True)
     with pytest.raises(ValueError, match="belongs to a run with batch_size=8, not 4"):
-        train(recipe.changed({"batch_size": 4}), divided / "data", divided / "run", "auto", quiet=True)
+        train(with_changes(recipe, {"batch_size": 4}), divided / "data", divided / "run", "auto", quiet=True)
     assert (tmp_path / "run" / LAST).exists()  # of weights that all processes have, one file, as ever
 
 
@@ -170,8 +178,8 @@ def test_heads_over_256_megabytes_are_divided_unless_the_recipe_says(monkeypatch
     assert dividing._is_large(recipe, classes + 1)
     assert not dividing._is_large(recipe, classes - 1)
     assert not dividing._is_large(recipe, 10)
-    assert not dividing._is_large(recipe.changed({"mixup": 0.2}), classes + 1)
-    assert not dividing._is_large(recipe.changed({"head": {"name": "multi", "layers": 4}}), 10**6)
+    assert not dividing._is_large(with_changes(recipe, {"mixup": 0.2}), classes + 1)
+    assert not dividing._is_large(with_changes(recipe, {"head": {"name": "multi", "layers": 4}}), 10**6)
     assert Recipe(shard_head=False).shard_head == "false"
     with pytest.raises(ValueError, match="shard_head must be one of auto, true, false, got 'ture'"):
         Recipe(shard_head="ture")

@@ -13,7 +13,9 @@ import yaml
 import grassy
 from grassy.heads import recommended_gamma
 from grassy.inference.validate import validate
-from grassy.runs.recipe import Recipe, load_recipe
+from grassy.runs.recipe import Recipe
+from grassy.runs.recipe_changes import with_changes
+from grassy.runs.recipe_files import load_recipe
 from grassy.runs.state import STATE, read_torch, save_state
 from grassy.runs.weights import BEST, LAST, read_description
 from grassy.train.loop import train
@@ -245,13 +247,13 @@ def test_a_run_that_was_begun_without_a_warm_up_of_the_average_goes_on_without(t
     """Its states say nothing of one, so the average must stay what it would have been."""
     data = tiny_arrays(tmp_path / "data")
     without = tiny_recipe(model_ema=True, model_ema_decay=0.9, model_ema_warmup=False, sched="constant")
-    train(without.changed({"epochs": 3}), data, tmp_path / "whole", quiet=True)
-    train(without.changed({"epochs": 1}), data, tmp_path / "old", quiet=True)
+    train(with_changes(without, {"epochs": 3}), data, tmp_path / "whole", quiet=True)
+    train(with_changes(without, {"epochs": 1}), data, tmp_path / "old", quiet=True)
     state = read_torch(tmp_path / "old" / STATE)
     del state["recipe"]["model_ema_warmup"]
     save_state(state, tmp_path / "old" / STATE)
     for epochs in (2, 3):  # what the first continuation saves must not have one either
-        again = without.changed({"model_ema_warmup": True, "epochs": epochs})
+        again = with_changes(without, {"model_ema_warmup": True, "epochs": epochs})
         train(again, data, tmp_path / "old", "auto", quiet=True)
         assert not load_recipe(tmp_path / "old" / "args.yaml").model_ema_warmup
         assert not read_description(tmp_path / "old" / LAST).recipe["model_ema_warmup"]

@@ -13,6 +13,7 @@ from grassy import atomic
 from grassy.runs import folder, records, state
 from grassy.runs import weights as weights_module
 from grassy.runs.folder import RunFolder
+from grassy.runs.recipe_changes import with_changes
 from grassy.runs.state import STATE, read_torch
 from grassy.runs.weights import BEST, LAST, read_weights
 from grassy.train import loop
@@ -137,7 +138,7 @@ def test_another_number_of_images_is_other_data(tmp_path):
     train(recipe, data, run)
     tiny_arrays(data, images=41)
     with pytest.raises(ValueError, match="a run with 40 images, not 41"):
-        train(recipe.changed({"epochs": 2}), data, run, resume="auto")
+        train(with_changes(recipe, {"epochs": 2}), data, run, resume="auto")
 
 
 def test_resuming_from_nothing_from_damage_and_from_another_recipe_is_said(tmp_path):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from grassy.data.run_data import open_data
 from grassy.distributed.processes import Process
+from grassy.runs.recipe_changes import with_changes
 from grassy.runs.state import STATE, read_torch
 from grassy.runs.weights import BEST, LAST, read_weights
 from grassy.train import loop
@@ -114,7 +115,7 @@ def test_another_number_of_processes_goes_on_with_a_run(tmp_path):
     for row, expected in zip(resumed.rows, whole.rows, strict=True):
         assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-4)
     train(recipe, data, tmp_path / "one", quiet=True)
-    longer = recipe.changed({"epochs": 3})
+    longer = with_changes(recipe, {"epochs": 3})
     assert train_in_two_processes(longer, data, tmp_path / "one", resume="auto") == [0, 0]
     rows = read_torch(tmp_path / "one" / STATE)["progress"]["rows"]
     assert [row["epoch"] for row in rows] == [0, 1, 2]

@@ -9,6 +9,7 @@ from torch import nn
 import grassy
 from grassy import geometry as g
 from grassy import kernels
+from grassy.runs.recipe_changes import with_changes
 
 pytestmark = pytest.mark.gpu
 
@@ -199,7 +200,7 @@ def test_a_captured_run_goes_on_after_an_interruption_and_stops_at_a_nan(tmp_pat
     assert [row["epoch"] for row in parts.rows] == [0, 1, 2]
     assert parts.rows[-1]["train_loss"] == pytest.approx(whole.rows[-1]["train_loss"], rel=0.02)
     with pytest.raises(TrainingStopped, match="not finite at update"):
-        train(recipe.changed({"lr": 1e30, "head": {"name": "linear"}}), data, tmp_path / "nan", quiet=True)
+        train(with_changes(recipe, {"lr": 1e30, "head": {"name": "linear"}}), data, tmp_path / "nan", quiet=True)
 
 
 def _process():

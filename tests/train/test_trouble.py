@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from grassy.distributed.processes import Process
+from grassy.runs.recipe_changes import with_changes
 from grassy.runs.state import STATE, read_torch, save_state
 from grassy.runs.weights import LAST
 from grassy.train import loop, opening
@@ -22,7 +23,9 @@ from training_cases import tiny_arrays, tiny_folders, tiny_recipe, train_command
 
 def poison(folder, recipe):
     """Make the loss infinite: a learning rate beyond all reason."""
-    return train(recipe.changed({"lr": 1e30, "head": {"name": "linear"}}), tiny_arrays(folder / "data"), folder / "run")
+    return train(
+        with_changes(recipe, {"lr": 1e30, "head": {"name": "linear"}}), tiny_arrays(folder / "data"), folder / "run"
+    )
 
 
 def test_a_loss_that_is_not_finite_stops_with_the_update_the_images_and_the_last_good_checkpoint(tmp_path):

@@ -8,6 +8,7 @@ from grassy.data.held_out import held_out, open_set, part_of, set_to_split
 from grassy.data.images import Images, check_labels, open_images
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES
 from grassy.runs.recipe import Recipe, saved_recipe
+from grassy.runs.recipe_changes import with_changes
 from grassy.runs.records import read_split, remembered_data_dir
 from grassy.runs.weights import Description
 
@@ -31,7 +32,7 @@ def run_recipe(about: Description, split: str | None = None, dataset: str | None
     view = {name: getattr(about, name) for name in ("img_size", "crop_pct", "interpolation")}
     changes = {"val_split": split, "dataset": dataset}
     recipe = saved_recipe(about.recipe or view)
-    return recipe.changed({name: value for name, value in changes.items() if value is not None})
+    return with_changes(recipe, {name: value for name, value in changes.items() if value is not None})
 
 
 def data_dir_of(file: Path, recipe: Recipe, data_dir: Path | None, dataset: str | None = None) -> Path | None:

@@ -17,7 +17,8 @@ from grassy import paper
 from grassy.inference.hub import check_folder, write_timm_folder
 from grassy.models import create_model, import_timm
 from grassy.runs.inert_pickle import read_tensors
-from grassy.runs.recipe import Recipe, load_recipe, recipe_names
+from grassy.runs.recipe import Recipe
+from grassy.runs.recipe_files import load_recipe, recipe_names
 from grassy.runs.weights import Description
 
 Tensors = dict[str, Tensor]

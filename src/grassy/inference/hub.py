@@ -20,7 +20,8 @@ from grassy.heads.state import KEY
 from grassy.inference.model_card import model_card
 from grassy.models import import_timm
 from grassy.runs.hub import ADAPTER_WEIGHTS, ALL_WEIGHTS, CARD, CONFIG, HEAD, WEIGHTS, is_folder_of_hub, read_config
-from grassy.runs.recipe import ARGS, DEFAULTS
+from grassy.runs.recipe import DEFAULTS
+from grassy.runs.recipe_files import ARGS
 from grassy.runs.schema import check_head, fail
 from grassy.runs.state import SAVES, STATE
 from grassy.runs.weights import BEST, BEST_SAVES, LAST, Description, save_weights, with_number_for_gamma

@@ -17,6 +17,7 @@ from grassy.inference.load import load, load_divided
 from grassy.precision import amp_dtype
 from grassy.runs.paper_row import paper_row
 from grassy.runs.recipe import Recipe
+from grassy.runs.recipe_changes import with_changes
 from grassy.runs.records import data_is_gone
 from grassy.runs.weights import read_description, weights_file
 
@@ -40,7 +41,7 @@ def validate(
     description = read_description(file)
     recipe = run_recipe(description, split, dataset)
     changes = {"val_batch_size": batch_size, "workers": workers}
-    recipe = recipe.changed({name: value for name, value in changes.items() if value is not None})
+    recipe = with_changes(recipe, {name: value for name, value in changes.items() if value is not None})
     given, data_dir = data_dir, data_dir_of(file, recipe, data_dir, dataset)
     if given is None and data_dir is not None and in_files(recipe) and not data_dir.exists():
         raise ValueError(data_is_gone(data_dir))

@@ -1,7 +1,8 @@
 """Whose figures may stand beside a run: those of the paper's row that it repeats, and no others."""
 
 from grassy import paper
-from grassy.runs.recipe import load_recipe, recipe_names, saved_recipe
+from grassy.runs.recipe import saved_recipe
+from grassy.runs.recipe_files import load_recipe, recipe_names
 from grassy.runs.weights import Description
 
 #: The first class of ImageNet-1K, as folders and as Hugging Face call it.

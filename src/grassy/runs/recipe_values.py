@@ -1,9 +1,13 @@
-"""Values that the settings of a recipe may have."""
+"""Types and values that the settings of a recipe may have."""
 
+import math
 import re
+import types
+import typing
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from grassy.heads import check_head_options, create_head
 from grassy.runs.schema import INTERPOLATIONS, LEAST_CROP, MOST_CLASSES, MOST_CROP, MOST_PIXELS
 from grassy.spelling import nearest
 
@@ -130,3 +134,52 @@ def check_dataset(name: str) -> None:
         f"dataset must be a reader of timm ({readers}), digits, or empty for folders, tars and .npz files in "
         f"--data-dir, got {name!r}{hint}"
     )
+
+
+def check_head_settings(name: Any, **options: Any) -> None:
+    """Raise a ValueError or TypeError for a head or an option that does not exist, or a value that it cannot have."""
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a head must be a string, got {name!r}")
+    check_head_options(name, options)
+    dims = options.get("k", 1)
+    dims = dims if isinstance(dims, list) else [dims]
+    sizes = [dim for dim in dims if isinstance(dim, int)]
+    if len(sizes) == len(dims) > 2:
+        options = {**options, "k": [min(dims), max(dims)]}  # of many classes these two can be wrong
+    # The head itself knows what it takes. On the device "meta" it needs no memory and draws no random numbers.
+    try:
+        create_head(name, max(64, *sizes, 0) + 1, min(len(dims), 2), **options, device="meta")
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"head {name!r} with {options}: {error}") from None
+    except (RuntimeError, OverflowError) as error:  # sizes that no tensor can have
+        raise ValueError(f"head {name!r} with {options}: {str(error).splitlines()[0]}") from None
+
+
+def typed_value(name: str, value: Any, hint: Any) -> Any:
+    """The value as the type of the field, or a TypeError that names the field."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    kind = next(option for option in options if option is not type(None))
+    origin = typing.get_origin(kind) or kind
+    if value is None and origin is str:
+        return ""  # what YAML makes of nothing, as in `dataset=`
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(typed_value(name, item, typing.get_args(kind)[0]) for item in value)
+    if origin is float and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if math.isfinite(number):
+            return number
+    elif origin is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    elif origin in (bool, str, dict) and isinstance(value, origin):
+        return dict(value) if origin is dict else value
+    elif name in ("torchcompile", "amp") and isinstance(value, bool):  # YAML takes on and off for booleans
+        return ("on" if value else "off") if name == "torchcompile" else ("auto" if value else "off")
+    words = {tuple: "a list of numbers", float: "a number", int: "an integer", bool: "true or false"}
+    allowed = words.get(origin, {str: "a string", dict: "a mapping"}.get(origin, str(origin)))
+    hint = f": say head.name={value}" if name == "head" and isinstance(value, str) else ""
+    raise TypeError(f"{name} must be {allowed}, got {value!r}{hint}")

@@ -18,6 +18,7 @@ from grassy.distributed.state import load_state, save_state
 from grassy.inference.evaluate import Metrics
 from grassy.inference.outliers import RATE
 from grassy.runs.folder import RunFolder, check_same_run
+from grassy.runs.recipe_changes import with_changes
 from grassy.runs.state import SAVES, read_torch
 from grassy.runs.weights import BEST_SAVES, Description, description_text
 from grassy.train.dividing import is_divided
@@ -200,7 +201,7 @@ class Checkpoints:
         assert run.trained.average is not None
         run.trained.average.use_warmup = False
         run.data.notes.append("goes on with model_ema_warmup=false, as the run began")
-        return dataclasses.replace(run, recipe=run.recipe.changed({"model_ema_warmup": False}))
+        return dataclasses.replace(run, recipe=with_changes(run.recipe, {"model_ema_warmup": False}))
 
     def _check_images(self, before: int | None, path: Path) -> None:
         """Raise a ValueError for other training images, if an image that was held out may be among them."""

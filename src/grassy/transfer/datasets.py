@@ -24,6 +24,7 @@ from grassy.data.images import (
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, folders_in, holds_images
 from grassy.data.run_images import data_dir_of, run_images, run_recipe
 from grassy.runs.recipe import Recipe
+from grassy.runs.recipe_changes import with_changes
 from grassy.runs.records import ENVIRONMENT
 from grassy.runs.weights import read_description, weights_file
 from grassy.spelling import nearest
@@ -136,7 +137,7 @@ def _of_run(folder: Path) -> tuple[str, Images, Images]:
         recipe = run_recipe(about)
         data_dir = data_dir_of(file, recipe, None)
         train, test = (
-            run_images(file, about, recipe.changed({"val_split": part}), data_dir).images
+            run_images(file, about, with_changes(recipe, {"val_split": part}), data_dir).images
             for part in (recipe.train_split, recipe.val_split)
         )
     except (ValueError, OSError) as error:

@@ -1,0 +1,145 @@
+"""Where recipes come from: a YAML file, of the package or a user's, the bases it names, and what is changed in it.
+
+A file names its `base` and says only what differs from it.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from grassy.models import import_timm
+from grassy.runs.recipe import Recipe
+from grassy.runs.recipe_changes import merged, schedule_follows, still_described
+from grassy.runs.recipe_yaml import parse_yaml
+from grassy.runs.schema import MOST_RECIPE, read_text
+from grassy.spelling import natural_key, nearest
+
+#: The recipe of a run, in its folder.
+ARGS = "args.yaml"
+#: How many bases may stand behind a recipe, one after the other.
+MOST_BASES = 20
+
+
+def load_recipe(
+    name: str | Path,
+    overrides: Iterable[str] = (),
+    fields: Mapping[str, Any] | None = None,
+    preparation: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+    goes_on: bool = False,
+) -> Recipe:
+    """The recipe of that name, or of a user's file, with `key=value` overrides, and further fields as they are.
+
+    name: of a recipe of the package, or the path of a YAML file (whose base may be either, too) or of a run's folder.
+    preparation: tells how images are prepared for the weights that settings name, for recipes that leave it to these.
+    goes_on: the run is resumed, and so fetches no weights, whatever it began with.
+    """
+    before = read_settings(name)
+    changes: dict[str, Any] = {}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ValueError(f"a setting is given as key=value, got {override!r}")
+        _add(changes, key.strip(), parse_yaml(value, override))
+    settings, said = (merged(merged(start, changes), fields or {}) for start in (before, {}))
+    if _fetches(settings) and not (_fetches(said) or goes_on or _is_packaged(name)):
+        raise ValueError(f"{name}: weights are fetched only if you say so yourself: give pretrained=true")
+    given = {*changes, *(fields or {})}
+    if preparation is not None and settings.get("preparation") == "weights":
+        settings = {**preparation(settings), **settings}
+    return Recipe(**still_described(before, schedule_follows(before, settings, given), given))
+
+
+def run_name(name: str | Path) -> str:
+    """What a run of a recipe is called: as the recipe, or as the run whose recipe it is."""
+    path = Path(name)
+    if path.name == ARGS:
+        return path.resolve().parent.name
+    return path.resolve().name if path.is_dir() else path.stem
+
+
+def _fetches(settings: Mapping[str, Any]) -> bool:
+    """Whether timm would fetch weights for the model."""
+    options = settings.get("model_kwargs")
+    return bool(settings.get("pretrained")) or (isinstance(options, dict) and bool(options.get("pretrained")))
+
+
+def _add(changes: dict[str, Any], key: str, value: Any) -> None:
+    """Another change: the last one counts, and of another head, model or optimizer none of the options before it."""
+    options = {"model": "model_kwargs", "opt": "opt_kwargs", "head.name": "head"}.get(key)
+    again = options is not None and key in changes and changes[key] != value
+    parts = [f"{key}.{part}" for part in value] if isinstance(value, dict) else []
+    for name in list(changes):
+        if name in parts or (again and (name == options or name.startswith(f"{options}."))):
+            del changes[name]
+    changes[key] = value
+
+
+def read_settings(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What a recipe file and its bases say, field by field."""
+    if len(seen) > MOST_BASES:
+        raise ValueError(f"{seen[0]} has a chain of more than {MOST_BASES} bases")
+    text, place = _read(name, seen)
+    if place in seen:
+        raise ValueError(f"a recipe is among its own bases: {' -> '.join((*seen, place))}")
+    own = parse_yaml(text, place) or {}
+    if not isinstance(own, dict):
+        raise ValueError(f"{place} must hold keys and values, not a {type(own).__name__}")
+    if Path(place).name == ARGS and own.get("model_ema"):
+        own.setdefault("model_ema_warmup", False)  # a run of a version that had none means what it meant
+    base = own.pop("base", None)
+    settings = read_settings(_beside(base, place), (*seen, place)) if base else {}
+    if base:
+        settings.pop("description", None)  # a description and the paper's row are a file's own
+        settings.pop("paper", None)
+    try:
+        return schedule_follows(settings, merged(settings, own), own)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{place}: {error}") from None
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes in the package; those that are only a base to others begin with an underscore."""
+    names = [file.name.removesuffix(".yaml") for file in _folder().iterdir() if file.name.endswith(".yaml")]
+    return sorted((name for name in names if not name.startswith("_")), key=natural_key)
+
+
+def _read(name: str | Path, seen: tuple[str, ...]) -> tuple[str, str]:
+    """The text of a recipe and its name or path."""
+    path, packaged = Path(name), _is_packaged(name)
+    if packaged:
+        return (_folder() / f"{name}.yaml").read_text(encoding="utf-8"), str(name)
+    if path.is_dir():
+        path = path / ARGS
+        if not path.is_file():
+            raise ValueError(f"{name} is a folder without {ARGS}, so not that of a run: give the name of a recipe")
+    if path.suffix in (".yaml", ".yml"):
+        return read_text(path, MOST_RECIPE), os.path.normpath(path)  # so that a circle of bases meets itself
+    of = f" (the base of {seen[-1]})" if seen else ""
+    hint = _other_model(str(name)) or nearest(str(name), recipe_names())
+    raise ValueError(f"there is no recipe {str(name)!r}{of}{hint}; `grassy recipes` lists them, or give a .yaml file")
+
+
+def _other_model(name: str) -> str:
+    """A phrase to append if a recipe that does not exist is named as another one, but for a model that timm has."""
+    model, _, head = name.partition("-")
+    base = next((each for each in (f"resnet50-{head}", f"resnet50d-{head}") if head and _is_packaged(each)), None)
+    if base is None or not import_timm().is_model(model):
+        return ""
+    return f": any recipe takes another model, as in `grassy train {base} model={model}`"
+
+
+def _is_packaged(name: str | Path) -> bool:
+    return "/" not in str(name) and len(str(name)) < 200 and (_folder() / f"{name}.yaml").is_file()
+
+
+def _beside(base: Any, place: str) -> str | Path:
+    """A base that is a file is looked for beside the file that names it."""
+    if not isinstance(base, str):
+        raise TypeError(f"{place}: base must be the name or the file of a recipe, got {base!r}")
+    return Path(place).parent / base if base.endswith((".yaml", ".yml")) else base
+
+
+def _folder() -> Any:
+    return resources.files("grassy") / "recipes"
