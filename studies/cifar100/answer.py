@@ -1,4 +1,4 @@
-"""Tables with the verdicts, and pictures, from results.jsonl, put between the marks of docs/results.md.
+"""Tables with the verdicts, and pictures, from results.jsonl, put between the marks of the pages.
 
     python -m studies.cifar100.answer
 
@@ -11,7 +11,7 @@ import statistics
 from pathlib import Path
 
 from benchmarks import markdown
-from studies.cifar100.claims import FEWEST, NOT_YET, Study, claims, difference, verdict
+from studies.cifar100.claims import FEWEST, NOT_YET, UNITS, Study, claims, difference, verdict
 from studies.cifar100.pictures import pictures
 from studies.cifar100.plan import CONTESTANTS, FIRST_CONTESTANTS, GOAL, HEADS, SETS, VARIANTS, Job, plan, read
 
@@ -42,7 +42,7 @@ def contests_table(study: Study) -> str:
     for number, (softmax, grassmann) in (("first", FIRST_CONTESTANTS), ("second", CONTESTANTS)):
         leads = [str(study.gap(grassmann, softmax, metric)) for metric in GOAL]
         rows.append([number, *leads, f"**{contest(study, softmax, grassmann)}**"])
-    goals = [f"{name}, the goal: +{value:g}" for name, value in GOAL.items()]
+    goals = [f"{UNITS[name]} (goal: +{value:g})" for name, value in GOAL.items()]
     return table(["contest", *goals, f"with {GOAL_SEEDS} seeds"], rows)
 
 
@@ -97,7 +97,7 @@ def trials_table(study: Study) -> str:
         "epochs",
         "learning rate",
         "weight decay",
-        "the head's own",
+        "other settings",
         "held-out top-1",
         "cross-validated transfer",
     ]
@@ -128,7 +128,7 @@ def settings_table(study: Study) -> str:
         if job.changes.get("direction") == "spectral":
             command += " (before spectral steps were removed)"
         rows.append([row, score, command])
-    return table(["", "held-out top-1", "by hand, with --data-dir and --seed"], rows)
+    return table(["", "held-out top-1", "command"], rows)
 
 
 def summary(study: Study) -> str:
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides", help="as given to run")
     args = parser.parse_args()
     if args.results.resolve() == OWN_RESULTS:
-        args.pages = args.pages or [ROOT / "docs" / "results.md", ROOT / "README.md"]
+        args.pages = args.pages or [ROOT / "docs" / "results.md", ROOT / "README.md", OWN_RESULTS.parent / "tables.md"]
         args.images = args.images or ROOT / "docs" / "images"
     args.pages = args.pages or []
     if missing := next((page for page in args.pages if not page.is_file()), None):

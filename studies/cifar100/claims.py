@@ -164,7 +164,7 @@ class Study:
     def trend(self, metric: str, ks: Sequence[int], side: str) -> Part:
         points = [(math.log2(k), value) for k in ks for value in self.values(f"grassmann-{k}", metric)]
         known = all(len(self.values(f"grassmann-{k}", metric)) >= FEWEST for k in ks)
-        text = f"{UNITS[metric]} a doubling of k, {ks[0]} to {ks[-1]}"
+        text = f"{UNITS[metric]} per doubling of k, {ks[0]} to {ks[-1]}"
         return Part(text, slope(*zip(*points, strict=True)) if known else None, side)
 
     def show(self, row: str, metric: str, digits: int = 2) -> str:

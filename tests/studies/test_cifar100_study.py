@@ -193,7 +193,7 @@ def test_other_results_than_our_own_do_not_change_our_pages(tmp_path, monkeypatc
 
 
 def test_the_tables_in_docs_have_the_figures_of_the_results(tmp_path, monkeypatch):
-    for name in ("docs/results.md", "README.md"):
+    for name in ("docs/results.md", "README.md", "studies/cifar100/tables.md"):
         page, own = tmp_path / "page.md", answer.ROOT / name
         page.write_text(own.read_text())
         call(monkeypatch, answer, "--pages", page, "--images", tmp_path)
