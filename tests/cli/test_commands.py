@@ -1,3 +1,4 @@
+import argparse
 import os
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def test_the_demo_command_hands_its_options_on(monkeypatch, tmp_path):
         (["dmo"], "there is no command 'dmo', did you mean 'demo'?; the commands are demo, train"),
         (["trian", "finetune"], "there is no command 'trian', did you mean 'train'?"),
         (["train"], "which recipe? `grassy train finetune --data-dir photos` trains on your own photos"),
-        (["train", "--resume", "runs/none"], "there is no run runs/none to go on with"),
+        (["train", "--resume", "runs/none"], "there is no run runs/none to resume"),
         (["train", "resnet50-grassmann", "k=4"], "a recipe has no field 'k', did you mean 'head.k'?"),
         (["train", "resnet50-linear", "k=4"], "a recipe has no field 'k', did you mean 'head.k'?"),
         (["train", "resnet50-linear", "momentum=0.5"], "no field 'momentum', did you mean 'opt_kwargs.momentum'?"),
@@ -133,7 +134,19 @@ def test_every_command_has_a_file_of_its_own_name_and_shows_its_help(capsys):
         with pytest.raises(SystemExit) as ended:
             cli.main([name, "--help"])
         assert ended.value.code == 0
-        assert f"usage: grassy {name} [-h] [--debug]" in capsys.readouterr().out
+        assert f"usage: grassy {name} [-h] " in capsys.readouterr().out
+
+
+def test_help_texts_are_phrases_that_name_the_default():
+    (commands,) = (action for action in cli.make_parser()._actions if isinstance(action.choices, dict))
+    for name, parser in commands.choices.items():
+        for action in parser._actions:
+            assert action.help, (name, action.dest)
+            assert not action.help.endswith("."), (name, action.dest)
+            assert not action.help[:2].istitle(), (name, action.dest)
+            if action.default not in (None, False, "", [], argparse.SUPPRESS):
+                shown = " ".join(map(str, action.default)) if isinstance(action.default, list) else action.default
+                assert action.help.endswith(f"(default: {shown:g})" if action.type is float else f"(default: {shown})")
 
 
 def test_an_output_that_is_a_file_or_lies_in_one_is_one_line(capsys, tmp_path):

@@ -51,6 +51,12 @@ def folder(tmp_path, monkeypatch):
         ("train finetune photos", "photos is no setting key=value: for the images in it, give --data-dir photos"),
         ("train finetune --epochs 3 photos", "photos is no setting key=value: for the images in it, give --data-dir"),
         ("train finetune nonsense", "a setting is given as key=value, got 'nonsense'"),
+        ("validate runs/finetune --device cpu runs/second", "one run is expected, got runs/finetune and runs/second"),
+        (
+            "predict timm/resnet18 photos",
+            "there is no checkpoint timm/resnet18; for a Hugging Face Hub repository that grassy wrote, give "
+            "hf-hub:timm/resnet18",
+        ),
     ],
 )
 def test_the_one_line_says_what_to_type_instead(folder, capsys, words, message):
@@ -63,5 +69,17 @@ def test_images_may_follow_an_option(folder, capsys):
     assert main(["predict", "--topk", "1", "--device", "cpu", "runs/finetune", "photos"]) == 0
     first = capsys.readouterr().out
     assert len(first.splitlines()) == 6
-    assert main(["predict", "--checkpoint", "runs/finetune", "--device", "cpu", "--topk", "1", "photos"]) == 0
-    assert capsys.readouterr().out == first
+    for words in (
+        "--checkpoint runs/finetune --device cpu --topk 1 photos",
+        "runs/finetune --topk 1 --device cpu photos",
+        "runs/finetune photos/cat --topk 1 photos/dog photos/owl --device cpu",
+    ):
+        assert main(["predict", *words.split()]) == 0
+        assert capsys.readouterr().out == first
+
+
+def test_a_run_may_follow_an_option(folder, capsys):
+    assert main(["report", "runs/finetune", "--device", "cpu", "runs/second"]) == 0
+    assert "Saved report.html" in capsys.readouterr().out
+    assert main(["report", "runs/finetune", "--device", "cpu", "--badly", "runs/second"]) == 2
+    assert "unrecognized arguments: --badly runs/second" in capsys.readouterr().err

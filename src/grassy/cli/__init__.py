@@ -1,7 +1,7 @@
-"""The command `grassy`: parses, calls, prints.
+"""The command `grassy`: parse the arguments, call the code, print the result.
 
-Each command has a file with two functions: `add` adds its parser, and `run` calls the code, importing it only then. Bad
-input is one line on stderr and exit code 2; with `--debug` the traceback comes before that line.
+Each command is one file with two functions. `add` adds its parser; `run` imports the code and calls it. Bad input
+prints one line on stderr and exits with code 2. With `--debug`, the traceback precedes that line.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from grassy._version import __version__
 from grassy.cli import analyze, demo, export, import_, predict, recipes, report, train, transfer, validate
-from grassy.cli.parser import Parser, add_debug, fail
+from grassy.cli.parser import Parser, add_debug, fail, listed
 from grassy.extras import is_missing, sentence
 
 #: In the order in which `grassy --help` lists them.
@@ -34,38 +34,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(sentence(f"grassy {args.command}", error.name or "", args.extra), args)
     except (ValueError, TypeError) as error:
         return fail(str(error), args)
-    except BrokenPipeError:  # the reader of our output, such as head, has had enough
+    except BrokenPipeError:  # the reader of our output, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # 128 + SIGPIPE
     except OSError as error:
         return fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error), args)
     except KeyboardInterrupt:
-        if argv is None:  # the process ends: another one is to end it at once, and not by an exception
+        if argv is None:  # the process is ending: a second Ctrl-C must end it at once, without an exception
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         print("grassy: interrupted", file=sys.stderr)
-        return 130  # 128 + SIGINT, as shells have it
+        return 130  # 128 + SIGINT, as in a shell
 
 
 def make_parser() -> Parser:
-    parser = Parser(prog="grassy", description="Classifiers whose classes are subspaces.")
-    parser.add_argument("--version", action="version", version=f"grassy {__version__}")
+    parser = Parser(
+        prog="grassy",
+        description="Train, measure and export image classifiers that represent each class by a subspace.",
+        epilog="`grassy COMMAND --help` lists the options of a command and shows an example.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"grassy {__version__}", help="show the version and exit"
+    )
     add_debug(parser)
-    commands = parser.add_subparsers(dest="command", metavar="command")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for command in COMMANDS:
         command.add(commands)
+    for subparser in commands.choices.values():
+        add_debug(subparser)  # last in each list of options
     return parser
 
 
 def _parse(argv: Sequence[str] | None, defaults: argparse.Namespace) -> argparse.Namespace:
-    """Parsed arguments. argparse takes key=value only right after the recipe: those further on are collected here."""
+    """Parse, and append the words that follow an option to the command's argument `args.words`.
+
+    argparse fills a list of words only once: in `predict RUN --topk 1 photos` it leaves `photos` over.
+    """
     parser = make_parser()
     args, rest = parser.parse_known_args(argv, defaults)
-    late = [word for word in rest if "=" in word and not word.startswith("-")] if hasattr(args, "settings") else []
-    unknown = [word for word in rest if word not in late]
-    if hasattr(args, "settings") and not any(word.startswith("-") for word in unknown):
-        late, unknown = rest, []  # what is no setting is named with the others
-    if unknown:
+    words: str = getattr(args, "words", "")
+    settings = [word for word in rest if words == "settings" and "=" in word and not word.startswith("-")]
+    unknown = [word for word in rest if word not in settings]
+    if unknown and (not words or any(word.startswith("-") for word in unknown)):
         getattr(args, "parser", parser).refuse(unknown)
-    if late:
-        args.settings = [*args.settings, *late]
+    if rest:
+        setattr(args, words, [*listed(getattr(args, words)), *rest])
     return args

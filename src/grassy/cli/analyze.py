@@ -11,16 +11,18 @@ def add(commands: Commands) -> None:
     parser = add_command(
         commands,
         "analyze",
-        "measure the classes and features of a run: RUN/analysis.json",
+        "measure the classes and features of a run, and write RUN/analysis.json",
         "grassy analyze runs/finetune",
     )
     add_run(parser)
-    parser.add_argument("--data-dir", type=Path, help="as for train (default: that of the run)")
-    parser.add_argument("--split", help="of the data (default: the recipe's val_split; the paper measures on train)")
-    parser.add_argument("--dataset", help="default: the recipe's")
-    parser.add_argument("--cache", type=Path, help="folder for features (default: features in RUN)")
-    parser.add_argument("--batch-size", type=int, default=256, help="images at a time")
-    parser.add_argument("--workers", type=int, help="processes that read images")
+    parser.add_argument(
+        "--data-dir", type=Path, metavar="FOLDER", help="images, laid out as for train (default: the run's)"
+    )
+    parser.add_argument("--split", help="split to measure on (default: the recipe's val_split; the paper uses train)")
+    parser.add_argument("--dataset", help="dataset, as in a recipe (default: the recipe's)")
+    parser.add_argument("--cache", type=Path, metavar="FOLDER", help="where to keep features (default: RUN/features)")
+    parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="images per batch (default: 256)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that load images (default: the recipe's)")
     add_device(parser)
     parser.set_defaults(run=run, extra="report")
 

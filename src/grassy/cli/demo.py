@@ -9,11 +9,20 @@ from grassy.cli.parser import Commands, add_command
 
 def add(commands: Commands) -> None:
     parser = add_command(
-        commands, "demo", "train a linear and some Grassmann heads on digits; a minute or two", "grassy demo"
+        commands,
+        "demo",
+        "compare linear and Grassmann heads on handwritten digits, in one to two minutes",
+        "grassy demo",
     )
-    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for demo.png and demo.json")
-    parser.add_argument("--seeds", type=int, help="how many times to train each head")
-    parser.add_argument("--quick", action="store_true", help="two heads and two epochs: shows only that it runs")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/demo"),
+        metavar="FOLDER",
+        help="folder for demo.png and demo.json (default: runs/demo)",
+    )
+    parser.add_argument("--seeds", type=int, metavar="N", help="number of times to train each head")
+    parser.add_argument("--quick", action="store_true", help="two heads, two epochs: only to check that it runs")
     parser.set_defaults(run=run, extra="demo")
 
 

@@ -1,4 +1,4 @@
-"""`grassy export`: a trained model as one ONNX or .pt2 file."""
+"""`grassy export`: write a trained model as one ONNX or .pt2 file, or as a Hugging Face folder."""
 
 import argparse
 from pathlib import Path
@@ -10,19 +10,20 @@ def add(commands: Commands) -> None:
     parser = add_command(
         commands,
         "export",
-        "write a trained model as one ONNX or .pt2 file, or for the Hugging Face hub",
+        "write a trained model as one ONNX or .pt2 file, or as a folder for the Hugging Face Hub",
         "grassy export runs/finetune --output model.onnx",
     )
     add_run(parser)
     parser.add_argument(
         "--output",
         type=Path,
-        help=".onnx, .pt2 for torch.export, or a folder for the Hugging Face hub (default: model.onnx in RUN)",
+        metavar="PATH",
+        help="an .onnx file, a .pt2 file (torch.export), or a folder for the Hub (default: RUN/model.onnx)",
     )
     parser.add_argument(
-        "--batch-size", default="dynamic", help="dynamic (any number of images, the default) or a number"
+        "--batch-size", default="dynamic", metavar="N", help="fixed batch size, or dynamic for any (default: dynamic)"
     )
-    parser.add_argument("--opset", type=int, help="of ONNX (default: torch's choice)")
+    parser.add_argument("--opset", type=int, metavar="N", help="ONNX opset version (default: torch's)")
     parser.set_defaults(run=run, extra="export")
 
 

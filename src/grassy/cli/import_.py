@@ -1,4 +1,4 @@
-"""`grassy import`: a checkpoint that the paper's authors released, as a folder that all commands open."""
+"""`grassy import`: convert a checkpoint that the paper's authors released into a folder that all commands open."""
 
 import argparse
 from pathlib import Path
@@ -10,13 +10,15 @@ def add(commands: Commands) -> None:
     parser = add_command(
         commands,
         "import",
-        "convert a checkpoint of the paper's authors",
+        "convert a checkpoint that the paper's authors released",
         "grassy import resnet50d_gcr8.pth --recipe resnet50d-grassmann --output resnet50d-gcr8",
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="a checkpoint with the names of mmpretrain")
-    parser.add_argument("--output", type=Path, required=True, help="the folder to write, as for the Hugging Face hub")
+    parser.add_argument("file", type=Path, metavar="FILE", help="a checkpoint in the format of mmpretrain")
     parser.add_argument(
-        "--recipe", help="the row of the paper, such as resnet50d-rsb-a1-grassmann (needed where weights fit several)"
+        "--output", type=Path, required=True, metavar="FOLDER", help="folder to write, ready for the Hugging Face Hub"
+    )
+    parser.add_argument(
+        "--recipe", help="the paper's row, such as resnet50d-rsb-a1-grassmann (needed if the weights fit several rows)"
     )
     parser.set_defaults(run=run, extra="train")
 

@@ -14,7 +14,7 @@ from grassy.spelling import nearest
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes flags in full only, and reports errors as all other bad input is reported, by `grassy.cli.main`."""
+    """Accepts no abbreviated flags, and raises errors as ValueErrors, which `grassy.cli.main` prints."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -29,13 +29,13 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (try {self.prog} --help)")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Raise a ValueError for words that nobody asked for, with what may have been meant by them."""
+        """Raise a ValueError that names the unknown words and what the user may have meant."""
         meant = [hint for place, word in enumerate(unknown) if (hint := self._meant(word, unknown[place + 1 :]))]
         hint = f": did you mean {' and '.join(meant)}?" if meant else ""
         self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
     def _meant(self, word: str, after: Sequence[str]) -> str | None:
-        """The option, or the field of a recipe, that an unknown option is near to; None if there is none."""
+        """The option or recipe field that resembles an unknown option; None if there is none."""
         if not word.startswith("--"):
             return None
         flag, _, value = word.partition("=")
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _field(flag: str) -> str | None:
-    """The field of a recipe, or the option of its head, that has the name of a flag."""
+    """The recipe field or head option that has the name of a flag."""
     from grassy.heads import HEADS, check_head_options
     from grassy.runs.recipe import HINTS
 
@@ -67,17 +67,16 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 def add_command(commands: Commands, name: str, what: str, example: str) -> Parser:
-    """A subcommand, described by the same words in the list of all and in its own help."""
+    """Add a subcommand. `what` describes it in the list of commands and in its own help."""
     parser = commands.add_parser(
         name, help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=f"example: {example}"
     )
-    add_debug(parser)
     parser.set_defaults(parser=parser)
     return parser
 
 
 def add_debug(parser: Parser) -> None:
-    # Suppressed: the default of a command would replace what was given before the command.
+    # Suppressed, because the default of a command would overwrite a --debug given before the command.
     parser.add_argument(
         "--debug", action="store_true", default=argparse.SUPPRESS, help="print the full traceback of an error"
     )
@@ -87,32 +86,34 @@ RUN = "the folder of a run, or its .safetensors file"
 
 
 def add_run(parser: Parser) -> None:
-    """The one run that a command is about, by its place or as --checkpoint: `run_of` reads either."""
+    """Add the one run of a command, as an argument or as --checkpoint: `run_of` reads either."""
     parser.add_argument("run_folder", nargs="?", metavar="RUN", help=RUN)
     add_checkpoint(parser)
+    parser.set_defaults(words="run_folder")
 
 
 def add_runs(parser: Parser, what: str = f"{RUN}; one or several") -> None:
-    """The runs that a command is about: `runs_of` reads them."""
+    """Add the runs of a command: `runs_of` reads them."""
     parser.add_argument("run_folder", nargs="*", metavar="RUN", help=what)
     add_checkpoint(parser, nargs="+")
+    parser.set_defaults(words="run_folder")
 
 
 def add_checkpoint(parser: Parser, **options: Any) -> None:
-    parser.add_argument("--checkpoint", metavar="RUN", help="the same, if you prefer to name it", **options)
+    parser.add_argument("--checkpoint", metavar="RUN", help="RUN, given as an option", **options)
 
 
 def run_of(args: argparse.Namespace) -> Path:
     """The one run that was given."""
-    given = dict.fromkeys([*_listed(args.run_folder), *_listed(args.checkpoint)])
+    given = dict.fromkeys([*listed(args.run_folder), *listed(args.checkpoint)])
     if len(given) > 1:
         raise ValueError(f"one run is expected, got {' and '.join(given)}")
     return Path(runs_of(args)[0])
 
 
 def runs_of(args: argparse.Namespace) -> list[str]:
-    """The runs that were given, by their place or as --checkpoint, each once."""
-    given = [*_listed(args.run_folder), *_listed(args.checkpoint)]
+    """The runs that were given, as arguments or as --checkpoint, each once."""
+    given = [*listed(args.run_folder), *listed(args.checkpoint)]
     if not given:
         raise ValueError(f"which run? give {RUN}, as in: grassy {args.command} runs/finetune")
     for run in given:
@@ -120,18 +121,18 @@ def runs_of(args: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys(given))
 
 
-def _listed(value: str | list[str] | None) -> list[str]:
+def listed(value: str | list[str] | None) -> list[str]:
     return [] if value is None else [value] if isinstance(value, str) else value
 
 
 def add_device(parser: Parser) -> None:
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
 
 
 def fail(message: str, args: argparse.Namespace, code: int = 2) -> int:
-    """Print an error in one line, whatever a library's message holds, and return the exit code.
+    """Print an error on one line, even if a library's message has several, and return the exit code.
 
-    With --debug, the traceback of the exception that is being handled comes before it.
+    With --debug, print the traceback of the current exception first.
     """
     if args.debug:
         traceback.print_exc()

@@ -11,21 +11,26 @@ def add(commands: Commands) -> None:
     parser = add_command(
         commands,
         "predict",
-        "classify images that have no labels",
+        "classify images without labels",
         "grassy predict runs/finetune holiday/ --output classes.csv",
     )
     parser.add_argument(
-        "images", nargs="*", metavar="RUN IMAGE_OR_FOLDER", help=f"{RUN}, and images or folders of them"
+        "images", nargs="*", metavar="RUN IMAGE_OR_FOLDER", help=f"{RUN}; then images, or folders of images"
     )
     add_checkpoint(parser)
-    parser.add_argument("--topk", type=int, default=5, help="how many classes to give for an image (default: 5)")
-    parser.add_argument("--output", type=Path, help="a .csv or .jsonl file; without it, lines on the terminal")
-    parser.add_argument("--batch-size", type=int, default=64, help="images at a time (default: 64)")
+    parser.add_argument("--topk", type=int, default=5, metavar="N", help="classes per image (default: 5)")
     parser.add_argument(
-        "--outlier-threshold", type=float, help="score above which an image is flagged (default: that of the model)"
+        "--outlier-threshold",
+        type=float,
+        metavar="SCORE",
+        help="flag images with a higher outlier score, from 0 to 1 (default: the model's threshold)",
     )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="a .csv or .jsonl file (default: print one line per image)"
+    )
+    parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="images per batch (default: 64)")
     add_device(parser)
-    parser.set_defaults(run=run, extra="train")
+    parser.set_defaults(run=run, extra="train", words="images")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -40,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _run_and_images(args: argparse.Namespace) -> tuple[str, list[str]]:
-    """The run, which is the first word unless --checkpoint names it, and the images."""
+    """The run and the images. The run is the first word unless --checkpoint names it."""
     from grassy.data.class_folders import image_suffixes
 
     words = args.images if args.checkpoint is None else [args.checkpoint, *args.images]

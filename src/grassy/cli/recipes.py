@@ -9,11 +9,17 @@ def add(commands: Commands) -> None:
     parser = add_command(
         commands,
         "recipes",
-        "list the recipes, with the paper's figures, or show one in full",
+        "list the recipes with the paper's results, or print one in full",
         "grassy recipes 'resnet50d-*'",
     )
-    parser.add_argument("pattern", nargs="?", default="", help="part of a name, or a pattern such as 'resnet50d-*'")
-    parser.add_argument("--show", action="store_true", help="print the recipe of that name, all fields, as YAML")
+    parser.add_argument(
+        "pattern",
+        nargs="?",
+        default="",
+        metavar="NAME",
+        help="a part of a name, or a pattern such as 'resnet50d-*' (default: all)",
+    )
+    parser.add_argument("--show", action="store_true", help="print all fields of the recipe NAME as YAML")
     parser.set_defaults(run=run, extra="train")
 
 
@@ -24,4 +30,4 @@ def run(args: argparse.Namespace) -> None:
         print(listing.show(args.pattern))
     else:
         print(listing.table(args.pattern))
-        print("top-1, top-5 (ImageNet) and SVM (mean of six data sets) are the paper's; a run's own are in summary.csv")
+        print("The paper reports top-1, top-5 (ImageNet) and SVM (mean of six datasets). '-': not in the paper.")

@@ -1,4 +1,4 @@
-"""`grassy report`: one HTML page to explore runs with."""
+"""`grassy report`: write an HTML page to explore runs with."""
 
 import argparse
 import sys
@@ -9,14 +9,28 @@ from grassy.cli.parser import Commands, add_command, add_device, add_runs, runs_
 
 def add(commands: Commands) -> None:
     parser = add_command(
-        commands, "report", "one HTML page to explore runs with, offline", "grassy report runs/a runs/b"
+        commands,
+        "report",
+        "write one HTML page to explore and compare runs, without a server or network",
+        "grassy report runs/a runs/b",
     )
     add_runs(parser)
-    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default: report.html")
-    parser.add_argument("--data-dir", type=Path, help="as for train (default: that of each run)")
-    parser.add_argument("--split", help="of the data (default: that of the run's analysis, or the recipe's val_split)")
-    parser.add_argument("--title", default="", help="of the page")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="write heatmaps as PDF there, too")
+    parser.add_argument(
+        "--data-dir", type=Path, metavar="FOLDER", help="images, laid out as for train (default: each run's)"
+    )
+    parser.add_argument(
+        "--split", help="split to measure on (default: that of RUN/analysis.json, else the recipe's val_split)"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="HTML file to write (default: report.html)",
+    )
+    parser.add_argument("--title", default="", help="title of the page")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="also write heatmaps as PDF into FOLDER")
     add_device(parser)
     parser.set_defaults(run=run, extra="report")
 

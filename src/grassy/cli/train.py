@@ -1,4 +1,4 @@
-"""`grassy train`: run a recipe."""
+"""`grassy train`: train a recipe."""
 
 import argparse
 import math
@@ -12,32 +12,54 @@ def add(commands: Commands) -> None:
     parser = add_command(
         commands,
         "train",
-        "train what a recipe says, on one GPU, on many (torchrun), or on a CPU",
+        "train a recipe on a CPU, one GPU, or several GPUs (torchrun)",
         "grassy train finetune --data-dir photos",
     )
-    parser.add_argument("recipe", nargs="?", help="name of a recipe (`grassy recipes` lists them) or a YAML file")
     parser.add_argument(
-        "settings", nargs="*", default=[], metavar="key=value", help="fields of the recipe to change: lr=0.05 head.k=4"
+        "recipe", nargs="?", metavar="RECIPE", help="name of a recipe (`grassy recipes` lists them), or a YAML file"
     )
-    parser.add_argument("--data-dir", type=Path, help="class folders; or train and val as class folders, tars, .npz")
-    parser.add_argument("--output", type=Path, help="folder of the run (default: runs/RECIPE)")
-    parser.add_argument("--resume", default="", metavar="auto|PATH", help="go on with a run; auto: that in --output")
-    parser.add_argument("--initial-checkpoint", metavar="PATH", help="weights to begin with")
-    parser.add_argument("--from-scratch", action="store_true", help="begin with random weights, not pretrained ones")
     parser.add_argument(
-        "--val-fraction", type=float, help="the part of each class to validate on, of one folder of class folders"
+        "settings", nargs="*", default=[], metavar="KEY=VALUE", help="recipe fields to change, as in lr=0.05 head.k=4"
     )
-    for flag, kind in (("--seed", int), ("--epochs", int), ("--batch-size", int), ("--lr", float), ("--workers", int)):
-        parser.add_argument(flag, type=kind, help=f"the recipe's {flag[2:].replace('-', '_')}")
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="one folder per class; or train and val, each with one folder per class, a .tar or an .npz",
+    )
+    parser.add_argument(
+        "--val-fraction",
+        type=float,
+        metavar="SHARE",
+        help="share of each class to hold out for validation, if the data has no split (default: the recipe's)",
+    )
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder of the run (default: runs/RECIPE)")
+    parser.add_argument(
+        "--resume", default="", metavar="auto|RUN", help="resume the run in --output (auto), or the run RUN"
+    )
+    parser.add_argument(
+        "--initial-checkpoint", metavar="PATH", help="weights to start from: a run or a file of weights"
+    )
+    parser.add_argument("--from-scratch", action="store_true", help="start from random instead of pretrained weights")
+    for flag, kind, what in (
+        ("--epochs", int, "number of epochs"),
+        ("--batch-size", int, "images per update, over all processes"),
+        ("--lr", float, "peak learning rate"),
+        ("--seed", int, "random seed"),
+        ("--workers", int, "processes that load images"),
+    ):
+        parser.add_argument(
+            flag, type=kind, metavar="LR" if kind is float else "N", help=f"{what} (default: the recipe's)"
+        )
     parser.add_argument(
         "--timeout",
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="how long a process of many waits for the others",
+        help="longest wait for the other processes under torchrun, in seconds (default: 600)",
     )
     add_device(parser)
-    parser.set_defaults(run=run, extra="train")
+    parser.set_defaults(run=run, extra="train", words="settings")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         data_dir = remembered_data_dir(resumed or output)
         if data_dir is not None and in_files(recipe) and not data_dir.exists():
             raise ValueError(data_is_gone(data_dir))
-    check_name(recipe.model)  # this and the data before a folder that is taken: another --output would not help
+    check_name(recipe.model)  # before an --output that exists is refused: another folder would not fix a wrong name
     if in_files(recipe):
         if data_dir is None:
             raise ValueError("where are the images? give --data-dir")
@@ -80,24 +102,24 @@ def run(args: argparse.Namespace) -> int:
     if state.stopped_by is None and int(os.environ.get("RANK", 0)) == 0 and output.exists():
         best = f"best top-1 {state.best:.2f}" if math.isfinite(state.best) else "no top-1 was measured"
         print(f"{best}; weights, records and curves are in {output}")
-    return 0 if state.stopped_by is None else 128 + state.stopped_by  # as shells have it
+    return 0 if state.stopped_by is None else 128 + state.stopped_by  # as in a shell
 
 
 def _folder_to_resume(args: argparse.Namespace) -> Path | None:
-    """The folder of the run that --resume names, if it names one: with it, nothing else has to be said again."""
-    if args.recipe is not None and "=" in args.recipe:  # a setting, since the recipe may be left out
+    """The folder of the run that --resume names; None if it names none. Its recipe and data need not be repeated."""
+    if args.recipe is not None and "=" in args.recipe:  # a setting: with --resume RUN the recipe may be left out
         args.recipe, args.settings = None, [args.recipe, *args.settings]
     if args.resume in ("", "auto"):
         if args.recipe is None:
             raise ValueError(
                 "which recipe? `grassy train finetune --data-dir photos` trains on your own photos, `grassy recipes` "
-                "lists the others, and --resume RUN goes on with a run"
+                "lists the others, and --resume RUN resumes a run"
             )
         return None
     source = Path(args.resume)
     folder = source if source.is_dir() else source.parent
     if args.recipe is None and not source.exists():
-        raise ValueError(f"there is no run {source} to go on with")
+        raise ValueError(f"there is no run {source} to resume")
     if args.recipe is None and not (folder / "args.yaml").is_file():
         raise ValueError(f"{folder} is no run, for it holds no args.yaml: --resume takes the folder of a run")
     return folder

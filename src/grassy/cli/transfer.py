@@ -1,4 +1,4 @@
-"""`grassy transfer`: how good a model's features are on other data sets."""
+"""`grassy transfer`: measure how well a model's features work on other datasets."""
 
 import argparse
 import sys
@@ -11,22 +11,39 @@ def add(commands: Commands) -> None:
     parser = add_command(
         commands,
         "transfer",
-        "how good a model's features are on other data sets",
+        "measure how well a model's features work on other datasets",
         "grassy transfer runs/a runs/b --datasets cifar10 flowers --data-dir data",
     )
-    what = "runs, files of weights, timm/NAME or torchvision/NAME"
-    add_runs(parser, what)
+    add_runs(parser, "runs, files of weights, timm/NAME or torchvision/NAME")
     known = "cifar10, cifar100, food101, pets, cars, flowers, digits, torch/NAME, hfds/NAME, or NAME=PATH"
     parser.add_argument("--datasets", nargs="+", metavar="DATASET", help=f"{known} (default: those of the runs)")
-    parser.add_argument("--data-dir", type=Path, help="folder that holds the data sets")
-    parser.add_argument("--methods", nargs="+", default=["svm", "knn"], metavar="METHOD", help="svm, knn, probe")
-    parser.add_argument("--output", type=Path, default=Path("runs/transfer"), help="folder for transfer.csv and .json")
-    parser.add_argument("--cache", type=Path, help="folder for features (default: features in --output)")
-    parser.add_argument("--seed", type=int, default=0, help="of the folds")
-    parser.add_argument("--backend", default="torch", choices=["torch", "sklearn"], help="of the SVM")
-    parser.add_argument("--amp", default="auto", help="auto (bfloat16 on a GPU), off or bfloat16")
-    parser.add_argument("--batch-size", type=int, default=256, help="images at a time")
-    parser.add_argument("--workers", type=int, default=4, help="processes that read images")
+    parser.add_argument("--data-dir", type=Path, metavar="FOLDER", help="folder that holds the datasets")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=["svm", "knn"],
+        metavar="METHOD",
+        help="svm, knn, probe (linear probe) (default: svm knn)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/transfer"),
+        metavar="FOLDER",
+        help="folder for transfer.csv and transfer.json (default: runs/transfer)",
+    )
+    parser.add_argument(
+        "--cache", type=Path, metavar="FOLDER", help="where to keep features (default: features in --output)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the cross-validation folds (default: 0)"
+    )
+    parser.add_argument(
+        "--backend", default="torch", choices=["torch", "sklearn"], help="implementation of the SVM (default: torch)"
+    )
+    parser.add_argument("--amp", default="auto", help="auto (bfloat16 on a GPU), off or bfloat16 (default: auto)")
+    parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="images per batch (default: 256)")
+    parser.add_argument("--workers", type=int, default=4, metavar="N", help="processes that load images (default: 4)")
     add_device(parser)
     parser.set_defaults(run=run, extra="transfer")
 
@@ -48,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     models = [open_model(source, device) for source in runs]
     facts = environment(device)
     folder = RunFolder(args.output)
-    folder.claim()  # so that what earlier processes were writing is nobody's now
+    folder.claim()  # no other process writes here now, so temporary files are left over from a killed one
     remove_torn_files(args.output / "features")
     try:
         report = protocol.transfer(

@@ -1,4 +1,4 @@
-"""`grassy validate`: accuracy of a trained model on labelled images."""
+"""`grassy validate`: measure the accuracy of a trained model on labelled images."""
 
 import argparse
 import json
@@ -11,17 +11,19 @@ def add(commands: Commands) -> None:
     parser = add_command(
         commands,
         "validate",
-        "accuracy of a trained model on labelled images",
+        "measure the accuracy of a trained model on labelled images",
         "grassy validate runs/finetune",
     )
     add_run(parser)
-    parser.add_argument("--data-dir", type=Path, help="as for train (default: that of the run)")
-    parser.add_argument("--split", help="of the data (default: the recipe's val_split)")
-    parser.add_argument("--dataset", help="default: the recipe's")
-    parser.add_argument("--batch-size", type=int, help="images at a time")
-    parser.add_argument("--workers", type=int, help="processes that read images")
+    parser.add_argument(
+        "--data-dir", type=Path, metavar="FOLDER", help="images, laid out as for train (default: the run's)"
+    )
+    parser.add_argument("--split", help="split to measure on (default: the recipe's val_split)")
+    parser.add_argument("--dataset", help="dataset, as in a recipe (default: the recipe's)")
+    parser.add_argument("--json", action="store_true", help="print JSON, with the outlier threshold")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="images per batch (default: the recipe's)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that load images (default: the recipe's)")
     add_device(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run, extra="train")
 
 
@@ -29,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
     from grassy.inference.validate import paper_figures, validate
 
     result = validate(run_of(args), args.data_dir, args.split, args.dataset, args.batch_size, args.workers, args.device)
-    if result is None:  # another process speaks
+    if result is None:  # only the first process prints
         return
     if args.json:
         print(json.dumps(result.to_dict()))

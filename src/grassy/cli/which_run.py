@@ -1,15 +1,15 @@
-"""Is a path a run, and if it is not: which run may be meant?"""
+"""Whether a path is a run and, if it is not, which run the user may mean."""
 
 from pathlib import Path
 
 #: How many runs a message names.
 NAMED = 3
-#: Beginnings of names that are no paths: models of the hub, of timm and of torchvision.
+#: Prefixes of names that are not paths: models of the Hub, of timm and of torchvision.
 ELSEWHERE = ("hf-hub:", "timm/", "torchvision/")
 
 
 def is_run(path: Path) -> bool:
-    """Whether commands can open the weights at a path: a file of weights, or a folder that holds some."""
+    """Whether commands can open a path: a file of weights, or a folder that holds one."""
     from grassy.runs.weights import weights_file
 
     if str(path).startswith(ELSEWHERE):
@@ -23,7 +23,7 @@ def is_run(path: Path) -> bool:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The first few runs that lie in a folder."""
+    """The first few runs in a folder."""
     if not folder.is_dir():
         return []
     found = (entry for entry in sorted(folder.iterdir()) if entry.is_dir() and is_run(entry))
@@ -31,7 +31,7 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def check_run(path: Path) -> None:
-    """Raise a ValueError, which names runs nearby, for a path that does not exist or that is a folder of runs."""
+    """Raise a ValueError for a path that does not exist, or that is a folder of runs. It names runs nearby."""
     if str(path).startswith(ELSEWHERE):
         return
     if not path.exists():

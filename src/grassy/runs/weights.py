@@ -154,10 +154,17 @@ def weights_file(path: Path) -> Path:
             f"{path} holds no {BEST} or {LAST}: is it the output folder of grassy train, or of grassy.save?{other}"
         )
     if not path.is_file():
-        raise ValueError(f"there is no checkpoint {path}")
+        raise ValueError(f"there is no checkpoint {path}{_hint_at_hub(path)}")
     if path.name == STATE:
         raise ValueError(f"{path} is for resuming: give the folder it is in, or {BEST} there")
     return path
+
+
+def _hint_at_hub(path: Path) -> str:
+    """A phrase for a path that may be meant as the name of a repository: `user/name`, and no folder `user`."""
+    if path.is_absolute() or len(path.parts) != 2 or path.parent.exists() or path.parts[0] == os.pardir:
+        return ""
+    return f"; for a Hugging Face Hub repository that grassy wrote, give {hub.REMOTE}{path.as_posix()}"
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
