@@ -1,8 +1,10 @@
 """Every example runs with the library that it is about, learns something, and leaves the subspaces on the manifold."""
 
 import logging
+import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -118,16 +120,63 @@ def test_openvino(run):
     assert differences["default"] < 0.5  # bfloat16 where the CPU has it: a known loss, and not a wrong model
 
 
+def losses_of(printed):
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    """What the example of a sharded head prints when one process holds all classes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return printed_by("sharded_head", [sys.executable], variables)
+
+
+def printed_by(name, command, variables=None, *options):
+    finished = subprocess.run(
+        [*command, str(EXAMPLES / f"{name}.py"), *options],
+        env={**os.environ, **(variables or {})},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_fsdp2_in_two_processes(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.run(
-        [*command, str(EXAMPLES / "fsdp2_digits.py")], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    (accuracy, error) = re.findall(r"accuracy ([\d.]+), bases are orthonormal to (\S+)", run.stdout)[0]
+@pytest.mark.parametrize("options", [(), ("--fsdp",)])
+def test_a_sharded_head_in_two_processes_has_the_losses_of_one(one_process, options):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    printed = printed_by("sharded_head", torchrun, None, *options)
+    assert "2 processes, 1000 of 2000 classes in the first" in printed
+    assert "1 processes, 2000 of 2000 classes" in one_process
+    assert losses_of(printed) == pytest.approx(losses_of(one_process), rel=1e-2)
+    (accuracy, error) = re.search(r"top-1 ([\d.]+)\nbases are orthonormal to (\S+)", printed).groups()
     trained({"accuracy": float(accuracy), "error": float(error)}, 0.85)
+
+
+@pytest.mark.slow
+def test_a_million_classes_train_in_less_memory_than_their_logits_take():
+    frugal, plain = (
+        printed_by("million_classes", [sys.executable], None, "--steps", "3", *options)
+        for options in ((), ("--plain",))
+    )
+    peaks = [float(re.search(r"peak of memory ([\d.]+) GiB", printed)[1]) for printed in (frugal, plain)]
+    coordinates = float(re.search(r"all subspaces: ([\d.]+) GiB", plain)[1])
+    assert peaks[1] - peaks[0] > coordinates / 2
+    assert losses_of(frugal) == pytest.approx(losses_of(plain), rel=1e-3)
+    assert losses_of(frugal)[-1] < losses_of(frugal)[0] - 2
+    assert float(re.search(r"orthonormal to (\S+)", frugal)[1]) < LIMIT
 
 
 def test_every_example_has_a_test_and_a_line_in_the_table():
