@@ -405,7 +405,7 @@ def test_a_head_with_a_loss_of_its_own_needs_a_map_of_one_location():
     expected = head.loss(model[0](x).flatten(1), labels, F.cross_entropy)
     torch.testing.assert_close(grassy.classification_loss(model, x, labels).squeeze(), expected)
     model[0] = nn.AdaptiveAvgPool2d(4)
-    with pytest.raises(ValueError, match=r"SoftTripleHead has a loss of its own.*map \(4, 4\)"):
+    with pytest.raises(ValueError, match=r"SoftTripleHead computes its loss from one feature per image.*map \(4, 4\)"):
         grassy.classification_loss(model, x, labels)
     assert head.loss_request is None
 

@@ -46,7 +46,7 @@ def test_subspaces_start_uniformly_random_and_orthonormal():
 
 
 def test_a_class_that_is_all_of_the_space_is_warned_of():
-    with pytest.warns(UserWarning, match="k = 12 is all of the feature space"):
+    with pytest.warns(UserWarning, match="k = 12 spans the whole feature space"):
         grassy.GrassmannHead(N, C, k=N)
 
 

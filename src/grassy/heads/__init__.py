@@ -1,4 +1,4 @@
-"""Class representations, one file each, under one contract and one registry."""
+"""Classifier heads: one file per class representation, one contract (`Head`), one registry (`HEADS`)."""
 
 import inspect
 from collections.abc import Iterable
@@ -29,13 +29,41 @@ HEADS: dict[str, type[Head]] = {
 
 
 def create_head(name: str, in_features: int, num_classes: int, **options: Any) -> Head:
-    """The head registered under `name`; an unknown name or option raises and lists what is known."""
+    """Create a head by its registered name.
+
+    Args:
+        name: A key of `HEADS`: "linear", "cosine", "arcface", "multi", "softtriple", "subcenter-arcface" or
+            "grassmann".
+        in_features: Feature dimension N.
+        num_classes: Number of classes C.
+        **options: Options of the head class and of `Head`, such as `k=8` or `dropout=0.1`.
+
+    Returns:
+        The head, an `nn.Module` that maps features (..., N) to logits (..., C).
+
+    Raises:
+        ValueError: If the head or one of its options is unknown. The message lists the known ones.
+
+    Examples:
+        >>> import torch, grassy
+        >>> head = grassy.create_head("grassmann", in_features=64, num_classes=10, k=4)
+        >>> head(torch.randn(32, 64)).shape
+        torch.Size([32, 10])
+    """
     check_head_options(name, options)
     return HEADS[name](in_features, num_classes, **options)
 
 
 def check_head_options(name: str, options: Iterable[str]) -> None:
-    """Raise a ValueError for an unknown head or an option that it does not have."""
+    """Check the name and the options of a head without creating it.
+
+    Args:
+        name: Name of the head, as in `create_head`.
+        options: Names of the options.
+
+    Raises:
+        ValueError: If the head is unknown or lacks one of the options.
+    """
     if name not in HEADS:
         raise ValueError(f"unknown head {name!r}{nearest(name, HEADS)}; known heads: {', '.join(sorted(HEADS))}")
     known = _options_of(HEADS[name])
@@ -47,10 +75,28 @@ def check_head_options(name: str, options: Iterable[str]) -> None:
 
 
 def describe(head: Head) -> dict[str, Any]:
-    """The name and the options of a head: `create_head(in_features=..., num_classes=..., **describe(head))`."""
+    """Return the registered name and the options of a head, from which `create_head` builds an equal one.
+
+    Args:
+        head: An instance of a registered head class.
+
+    Returns:
+        A dict with the key "name" and one key per option. It holds neither `in_features` nor `num_classes`.
+
+    Raises:
+        ValueError: If the class of the head is not in `HEADS`.
+
+    Examples:
+        >>> import grassy
+        >>> head = grassy.create_head("cosine", in_features=64, num_classes=10, scale=20)
+        >>> settings = grassy.heads.describe(head)
+        >>> settings["name"], settings["scale"]
+        ('cosine', 20.0)
+        >>> copy = grassy.create_head(in_features=64, num_classes=10, **settings)
+    """
     name = next((name for name, kind in HEADS.items() if kind is type(head)), None)
     if name is None:
-        raise ValueError(f"{type(head).__name__} is not a registered head: add it to grassy.heads.HEADS by a name")
+        raise ValueError(f"{type(head).__name__} is not a registered head: add it to grassy.heads.HEADS under a name")
     return {"name": name, **head.options}
 
 

@@ -1,4 +1,4 @@
-"""One direction a class, with an angular margin in training (Deng et al. 2019)."""
+"""One direction per class, with an angular margin in training: ArcFace (Deng et al. 2019)."""
 
 import math
 import warnings
@@ -14,14 +14,24 @@ from grassy.kernels import unit
 
 
 class ArcFaceHead(PerClassHead):
-    """l_c = s cos θ_c, and in training l_y = s cos(θ_y + m) for the target class y.
+    """ArcFace: l_c = s cos θ_c, and in training l_y = s cos(θ_y + m) for the target class y.
 
-    In training it needs the target: use `grassy.classification_loss`, or call it as `head(features, target)`.
-    scale: s. margin: m, in radians.
+    Training needs the target: use `grassy.classification_loss`, or call `head(features, target)`. It accepts class
+    indices only, so mixup and cutmix do not work with it.
+
+    Args:
+        in_features: Feature dimension N.
+        num_classes: Number of classes C.
+        scale: Scale s of the logits.
+        margin: Angular margin m in radians, in [0, π/2).
+        **options: Options of every head: see `Head`.
+
+    Raises:
+        ValueError: If `scale` or `margin` is out of range.
     """
 
     takes_soft_targets = False
-    logit_options = ("scale",)  # the margin is for training alone
+    logit_options = ("scale",)  # the margin applies in training only
 
     def __init__(
         self,
@@ -47,7 +57,7 @@ class ArcFaceHead(PerClassHead):
         return unit(features)
 
     def cosines(self, rows: Tensor, *params: Tensor) -> Tensor:
-        """The cosine of each unit feature and each of some classes, (..., c)."""
+        """Return the cosines (..., c) between unit features (..., N) and the c classes of `params`."""
         return cosines_of_units(rows, *params)
 
     def class_logits(self, rows: Tensor, target: Tensor | None, *params: Tensor) -> Tensor:
@@ -76,9 +86,9 @@ class ArcFaceHead(PerClassHead):
 
 
 def with_margin(cosine: Tensor, target: Tensor, margin: float) -> Tensor:
-    """Cosines (..., C) with cos(θ + m) in place of cos θ for the target class (...); ignored labels get no margin.
+    """Replace cos θ by cos(θ + m) for the target class (...) in cosines (..., C). Ignored labels get no margin.
 
-    Past θ = π − m, where cos(θ + m) would rise again, it goes on as cos θ − m sin m, which keeps falling.
+    For θ > π − m, where cos(θ + m) would increase again, it uses cos θ − m sin m, which keeps decreasing.
     """
     target = target.unsqueeze(-1)
     if cosine.shape[-1] == 0:  # a process without classes
@@ -86,7 +96,7 @@ def with_margin(cosine: Tensor, target: Tensor, margin: float) -> Tensor:
     valid = (target >= 0) & (target < cosine.shape[-1])
     index = target.where(valid, 0)
     own = cosine.gather(-1, index)
-    # The derivative of the sine is infinite where feature and class vector coincide: hence the floor.
+    # The derivative of the square root is infinite at θ = 0: hence the clamp.
     sine = (1 - own.square()).clamp_min(torch.finfo(own.dtype).eps).sqrt()
     turned = own * math.cos(margin) - sine * math.sin(margin)
     own_with_margin = torch.where(own >= math.cos(math.pi - margin), turned, own - margin * math.sin(margin))

@@ -1,4 +1,4 @@
-"""The contract of a head: features in, logits out, and a loss."""
+"""The contract that every head follows: features in, logits and a loss out."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ from grassy.kernels import autocasts
 
 
 class HeadOptions(TypedDict, total=False):
-    """Options that all heads have; `Head` says what they mean."""
+    """Keyword options that every head accepts. `Head` documents them."""
 
     dropout: float
     standardize: bool
@@ -27,24 +27,34 @@ class HeadOptions(TypedDict, total=False):
 
 
 class Head(nn.Module):
-    """Maps features (..., N) to logits (..., C).
+    """Base class of all heads: maps features (..., N) to logits (..., C).
 
-    A new head defines `logits`. It may use the target, as margin heads do in training. If its training loss is more
-    than a criterion on its logits, it defines `loss` as well.
+    A subclass defines `logits`, which may use the target in training, as margin heads do. It also defines `loss` if its
+    training loss is more than a criterion on its logits.
 
-    dropout: probability of dropping a feature in training.
-    standardize: give each of the N features mean 0 and variance 1 first, by a batch normalisation without parameters.
+    Args:
+        in_features: Feature dimension N.
+        num_classes: Number of classes C.
+        dropout: Probability of zeroing an element of a feature in training, in [0, 1).
+        standardize: Standardise each feature dimension to mean 0 and variance 1 first, by a batch normalisation without
+            learnable parameters.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        TypeError: If a boolean option is not a boolean.
     """
 
-    #: Names of the parameters that are subspaces, to be trained by Riemannian SGD.
+    #: Names of the parameters that hold subspaces. Riemannian SGD trains them.
     subspace_names: tuple[str, ...] = ()
-    #: Whether the target may be probabilities (B, C), as mixup and cutmix give.
+    #: Whether the target may hold probabilities (B, C), as produced by mixup and cutmix.
     takes_soft_targets = True
-    #: Whether `logits` looks at the target, as margin heads do.
+    #: Whether `logits` uses the target, as in margin heads.
     logits_use_target = True
-    #: Whether no logit can be negative, which binary cross-entropy cannot work with.
+    #: Whether all logits are >= 0, which makes binary cross-entropy unsuitable.
     logits_are_nonnegative = False
-    #: Names of the options that change logits in evaluation for the same weights. They are part of the state.
+    #: Names of the options that change the logits in evaluation for equal weights. The state_dict includes them.
     logit_options: tuple[str, ...] = ()
 
     def __init__(
@@ -77,11 +87,25 @@ class Head(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "logits" in vars(cls) and "logits_use_target" not in vars(cls):  # what a parent said is of its own logits
+        # An inherited flag describes the logits of the parent.
+        if "logits" in vars(cls) and "logits_use_target" not in vars(cls):
             cls.logits_use_target = True
 
     def forward(self, features: Tensor, target: Tensor | None = None) -> Tensor:
-        """Logits; or the loss, if `classification_loss` asked a head that has one of its own for it."""
+        """Return the logits, or the loss if `classification_loss` requests it from a head with a loss of its own.
+
+        Args:
+            features: Features (..., N), floating point.
+            target: Class indices (...), or probabilities (..., C) for heads that accept them. Margin heads need the
+                target in training.
+
+        Returns:
+            Logits (..., C). Inside `classification_loss`, a head with a loss of its own returns a scalar loss.
+
+        Raises:
+            TypeError: If the features are not floating point.
+            ValueError: If the features have the wrong width or the target is invalid.
+        """
         if (traced := as_one_operation(self, features, target)) is not None:
             return traced
         request = self.loss_request if target is None else None
@@ -93,54 +117,79 @@ class Head(nn.Module):
 
     @property
     def loss_request(self) -> LossRequest | None:
-        """What `classification_loss` asks of this head, in this thread, or asked in the forward that is repeated."""
+        """The pending request of `classification_loss` in this thread, or that of the forward being recomputed."""
         if self.inbox.request is not None or torch.compiler.is_compiling():
             return self.inbox.request
         return recomputed(self)
 
     def needs(self, request: LossRequest) -> bool:
-        """Whether its forward depends on the request."""
+        """Whether the result of `forward` depends on the request."""
         return self.logits_use_target or self.answers_with_loss(request)
 
     def reset_parameters(self) -> None:
-        """Start anew. A head with weights of its own fills them, too."""
+        """Initialise all parameters and running statistics anew."""
         if self.batch_norm is not None:
             self.batch_norm.reset_parameters()  # type: ignore[operator]
 
     @property
     def out_features(self) -> int:
-        """The number of classes, under the name that `nn.Linear` has for it."""
+        """The number of classes C, under the name that `nn.Linear` uses."""
         return self.num_classes
 
     def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
-        """Logits (..., C) of prepared features (..., N). `target` is None, or holds class indices (...)."""
+        """Return the logits (..., C) of prepared features (..., N).
+
+        Args:
+            features: Features (..., N) as returned by `prepare`.
+            target: Class indices (...), or None.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define logits(features, target)")
 
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
-        """The training loss: the criterion on the logits, unless the representation needs more."""
+        """Return the loss: by default the criterion applied to the logits.
+
+        Args:
+            features: Features (..., N).
+            target: Class indices (...), or probabilities (..., C).
+            criterion: A callable `criterion(logits, target)`.
+
+        Returns:
+            What the criterion returns, usually a scalar.
+        """
         return with_classes_last(criterion, self.logits(self.prepare(features, target, criterion), target), target)
 
     def has_own_loss(self) -> bool:
-        """Whether it may give its loss where a model expects logits."""
+        """Whether the head can return a loss in place of logits."""
         return type(self).loss is not Head.loss
 
     def answers_with_loss(self, request: LossRequest) -> bool:
-        """Whether it does so now. In evaluation the loss is the criterion on plain logits, whatever becomes of them."""
+        """Whether `forward` returns a loss for this request. In evaluation it returns logits by default."""
         return self.training and self.has_own_loss()
 
     @torch.no_grad()
     def scores(self, features: Tensor) -> Tensor:
-        """What evaluation ranks classes by, (..., C): logits without dropout or margin, whatever the mode."""
+        """Return the evaluation logits (..., C), without dropout or margin, in training mode too.
+
+        Args:
+            features: Features (..., N).
+        """
         with self.evaluating():
             return self.logits(self.prepare(features))
 
     def outlier_score(self, features: Tensor) -> Tensor:
-        """How little a feature looks like any class, (...) in [0, 1]: here one minus the largest softmax."""
+        """Return how far each feature is from all classes, in [0, 1]: 1 minus the largest softmax probability.
+
+        Args:
+            features: Features (..., N).
+
+        Returns:
+            Scores (...). A high score suggests an outlier.
+        """
         return 1 - self.scores(features).softmax(-1).amax(-1)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within this the head is in evaluation mode, its statistics too; afterwards in whatever mode each was."""
+        """Context manager that puts the head and its submodules into evaluation mode, and restores their modes."""
         modes = [(module, module.training) for module in self.modules()]
         for module, _ in modes:
             module.training = False
@@ -151,9 +200,10 @@ class Head(nn.Module):
                 module.training = training
 
     def prepare(self, features: Tensor, target: Tensor | None = None, criterion: Criterion | None = None) -> Tensor:
-        """Check features and target, standardise the features if asked to, and apply dropout.
+        """Check features and target, standardise the features if `standardize` is set, and apply dropout.
 
-        In this order: dropout changes variances in training alone, and running statistics must hold in evaluation too.
+        Dropout comes last because it changes variances in training only. The running statistics must also fit
+        evaluation.
         """
         self.check_features(features)
         if target is not None:
@@ -163,7 +213,7 @@ class Head(nn.Module):
         return nn.functional.dropout(features, self.dropout, self.training)
 
     def check_features(self, features: Tensor) -> None:
-        """Raise a TypeError or ValueError for features of the wrong type or width."""
+        """Raise TypeError or ValueError for features with the wrong dtype or width."""
         if not features.is_floating_point():
             raise TypeError(f"features must be floating point, got {features.dtype}")
         if features.shape[-1:] != (self.in_features,):
@@ -174,44 +224,44 @@ class Head(nn.Module):
             )
 
     def check_target(self, target: Tensor, criterion: Criterion | None = None) -> None:
-        """Raise a ValueError for labels out of range or soft targets of the wrong width, or of no use to this head."""
-        keywords = getattr(criterion, "keywords", {})  # of a functools.partial
+        """Raise ValueError for labels out of range and for soft targets that are malformed or unsupported."""
+        keywords = getattr(criterion, "keywords", {})  # a functools.partial has them
         ignore_index = getattr(criterion, "ignore_index", keywords.get("ignore_index", -100))
         if target.is_floating_point():
             if not self.takes_soft_targets:
                 raise ValueError(
                     f"{type(self).__name__} needs class indices for its margin, not soft targets: train it without "
-                    "mixup, cutmix and the like"
+                    "mixup and cutmix"
                 )
             if target.ndim < 2 or target.shape[-1] != self.num_classes:
                 raise ValueError(f"soft targets must have shape (B, {self.num_classes}), got {tuple(target.shape)}")
-        elif target.device.type == "cpu" and not torch.compiler.is_compiling():  # a GPU would have to be waited for
-            labels = target.long()  # in uint8 the label to ignore, -100, would be 156
+        elif target.device.type == "cpu" and not torch.compiler.is_compiling():  # on a GPU this would synchronise
+            labels = target.long()  # in uint8, ignore_index -100 would be 156
             wrong = labels[((labels < 0) | (labels >= self.num_classes)) & (labels != ignore_index)]
             if wrong.numel():
                 raise ValueError(f"labels must lie between 0 and {self.num_classes - 1}, got {int(wrong[0])}")
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that make such a head again, by name. Device and dtype are those of its weights."""
+        """The keyword options that rebuild this head, without device and dtype."""
         return {"dropout": self.dropout, "standardize": self.batch_norm is not None}
 
     def get_extra_state(self) -> Tensor:
-        """What its logits depend on besides its weights, for `state_dict`: see `grassy.heads.state`."""
+        """Return the options that its logits depend on, encoded as a tensor: see `grassy.heads.state`."""
         return encode(self._logit_values())
 
     def set_extra_state(self, state: Any) -> None:
-        """Raise a ValueError unless weights with this state have the same logits in this head."""
+        """Check that the saved options give the same logits in this head. Raises ValueError if not."""
         if wrong := difference(decode(state), self._logit_values()):
             raise ValueError(
-                f"these weights are of a head with other options, which give other logits: {wrong}. Build the head "
-                f"with the same options, or remove {KEY!r} from the state_dict"
+                f"these weights belong to a head with different options, so the logits would differ: {wrong}. Build "
+                f"the head with the same options, or remove {KEY!r} from the state_dict"
             )
 
     def _logit_values(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in self.logit_options}
         fixed = {name: value for name, value in values.items() if not isinstance(value, nn.Parameter)}
-        # Of standardised features the ε that is added to the variance, too.
+        # For standardised features the value is the ε that batch normalisation adds to the variance.
         return {"head": type(self).__name__, "standardize": getattr(self.batch_norm, "eps", False), **fixed}
 
     def _load_from_state_dict(
@@ -226,11 +276,11 @@ class Head(nn.Module):
     ) -> None:
         key = prefix + KEY
         if key in state_dict and _has_extra_state(self):
-            self.set_extra_state(state_dict[key])  # before any weight is copied
+            self.set_extra_state(state_dict[key])  # raises before any weight is copied
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        if key in missing_keys:  # weights that were saved before options were part of the state
+        if key in missing_keys:  # an older file, whose state holds no options
             missing_keys.remove(key)
 
     def extra_repr(self) -> str:
@@ -244,10 +294,10 @@ def _has_extra_state(head: Head) -> bool:
 
 
 def with_classes_last(criterion: Criterion, logits: Tensor, target: Tensor) -> Tensor:
-    """A criterion on the logits (..., C) of a head, against labels (...) or probabilities (..., C).
+    """Apply a criterion to logits (..., C) against labels (...) or probabilities (..., C).
 
-    torch's cross-entropy has the classes second, and timm's criteria take (B, C) only: both get one row for each label.
-    Other criteria get what the head gives.
+    torch's cross-entropy expects the classes in dimension 1, and timm's criteria accept (B, C) only. Both get flattened
+    logits, one row per label. Other criteria get the logits unchanged.
     """
     function = criterion.func if isinstance(criterion, functools.partial) else criterion
     cross_entropy = function is nn.functional.cross_entropy or isinstance(function, nn.CrossEntropyLoss)
@@ -257,7 +307,7 @@ def with_classes_last(criterion: Criterion, logits: Tensor, target: Tensor) -> T
     expected = logits.shape if soft else logits.shape[:-1]
     if target.shape != expected:
         raise ValueError(
-            f"target must have shape {tuple(expected)} for logits {tuple(logits.shape)}, whose classes are last, got "
+            f"target must have shape {tuple(expected)} for logits {tuple(logits.shape)} with the classes last, got "
             f"{tuple(target.shape)}"
         )
     loss = criterion(logits.flatten(0, -2), target.flatten(0, -2) if soft else target.flatten())
@@ -265,7 +315,7 @@ def with_classes_last(criterion: Criterion, logits: Tensor, target: Tensor) -> T
 
 
 def positive_integer(name: str, value: int) -> int:
-    """The value as an int, NumPy's included, or a ValueError that names the argument."""
+    """Return the value as an int, also for NumPy integers; raise a ValueError that names the argument otherwise."""
     try:
         found = 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -276,72 +326,77 @@ def positive_integer(name: str, value: int) -> int:
 
 
 def number(value: Any) -> float:
-    """The value as a float, also of NumPy or a tensor, or NaN if it is no number: True, None and text are none."""
+    """Return a Python, NumPy or tensor scalar as a float, and NaN for anything else, such as True, None and text."""
     if isinstance(value, bool | str | bytes) or "bool" in str(getattr(value, "dtype", "")):
         return math.nan
     try:
         return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of a tensor of several
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor with several elements
         return math.nan
 
 
 def positive(name: str, value: float) -> float:
-    """The value as a float, or a ValueError that names the argument."""
+    """Return the value as a float; raise a ValueError that names the argument unless it is positive and finite."""
     if not 0 < number(value) < math.inf:
         raise ValueError(f"{name} must be positive, got {value!r}")
     return float(value)
 
 
 def nonnegative(name: str, value: float) -> float:
-    """The value as a float, or a ValueError that names the argument."""
+    """Return the value as a float; raise a ValueError that names the argument unless it is >= 0 and finite."""
     if not 0 <= number(value) < math.inf:
         raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
     return float(value)
 
 
 def check_booleans(**options: Any) -> None:
-    """Raise a TypeError for an option that is not True or False: "no" would count as True."""
+    """Raise TypeError for an option that is not a boolean: the string "no" would count as True."""
     for name, value in options.items():
-        if type(value).__name__ not in ("bool", "bool_"):  # those of NumPy have the one name or the other
+        if type(value).__name__ not in ("bool", "bool_"):  # NumPy 1 calls its boolean type bool_, NumPy 2 bool
             raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def as_one_operation(module: nn.Module, *inputs: Any) -> Any:
-    """What a module gives to torch.fx, which cannot look into it, if that is tracing a model that it is part of: one
-    call of the module. Otherwise None.
+    """Record the module as one call while torch.fx traces a model that contains it; return None otherwise.
+
+    torch.fx cannot trace the control flow inside the module.
     """
     given = tuple(each for each in inputs if each is not None)
     if not isinstance(given[0], torch.fx.Proxy):
         return None
     tracer: Any = given[0].tracer
     path = tracer.path_of_module(module)
-    return tracer.create_proxy("call_module", path, given, {}) if path else None  # else it is the model itself
+    return tracer.create_proxy("call_module", path, given, {}) if path else None  # no path: it is the whole model
 
 
 def empty_parameter(options: HeadOptions, *shape: int) -> nn.Parameter:
-    """A parameter of the device and dtype that the options of a head name, to be filled by `reset_parameters`."""
+    """Create an uninitialised parameter with the device and dtype of the options. `reset_parameters` fills it."""
     return nn.Parameter(torch.empty(shape, device=options.get("device"), dtype=options.get("dtype")))
 
 
 def init_like_linear(weight: Tensor) -> None:
-    """Fill a (..., out, in) weight as `nn.Linear` does: uniform within 1/√in."""
+    """Initialise a (..., out, in) weight as `nn.Linear` does: uniform in [-1/√in, 1/√in]."""
     bound = weight.shape[-1] ** -0.5
     with torch.no_grad():
         weight.uniform_(-bound, bound)
 
 
 def drawn_like_linear(rows: int, width: int, generator: torch.Generator) -> Tensor:
-    """Such a weight (rows, width), from a generator of its own, and where that is."""
+    """Return a (rows, width) weight with the initialisation of `nn.Linear`, on the device of the generator."""
     return (2 * torch.rand(rows, width, generator=generator, device=generator.device) - 1) * width**-0.5
 
 
 def linear(features: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`nn.functional.linear` that takes features of another precision than the weight, as under autocast."""
+    """Apply `nn.functional.linear`, casting features to the dtype of the weight unless autocast does."""
     if not autocasts(features):
         features = features.to(weight.dtype)
     return nn.functional.linear(features, weight, bias)
 
 
 def heads_of(model: nn.Module) -> list[Head]:
-    """All heads in a model, in the order of its modules."""
+    """Return all heads of a model, in the order of `model.modules()`.
+
+    Args:
+        model: Any module.
+    """
     return [module for module in model.modules() if isinstance(module, Head)]

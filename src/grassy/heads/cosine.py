@@ -1,4 +1,4 @@
-"""One direction a class: cosine softmax (Kornblith et al. 2021), the paper's 1-dimensional rival without a margin."""
+"""One direction per class: cosine softmax (Kornblith et al. 2021), the paper's 1-dimensional baseline."""
 
 from typing import Any, Unpack
 
@@ -19,20 +19,27 @@ from grassy.kernels import unit
 
 
 def cosines(features: Tensor, weight: Tensor) -> Tensor:
-    """Cosines of the angles between features (..., N) and the rows of weight (M, N): (..., M), at least float32."""
+    """Return the cosines (..., M) between features (..., N) and the rows of weight (M, N), in at least float32."""
     return cosines_of_units(unit(features), weight)
 
 
 def cosines_of_units(features: Tensor, weight: Tensor) -> Tensor:
-    """Cosines of the angles between unit vectors (..., N) and the rows of weight (M, N): (..., M), at least float32."""
+    """Return the cosines (..., M) between unit vectors (..., N) and the rows of weight (M, N)."""
     cosine = linear(features, unit(weight))
     return cosine.to(torch.promote_types(cosine.dtype, torch.float32))
 
 
 class CosineHead(PerClassHead):
-    """l_c = s cos(w_c, x), the class vector normalised here and not in the parameter.
+    """Cosine softmax with one direction per class: l_c = s cos(w_c, x).
 
-    scale: s; with learnable_scale, where it starts.
+    The forward normalises the class vectors. The parameter `weight` (C, N) keeps its length.
+
+    Args:
+        in_features: Feature dimension N.
+        num_classes: Number of classes C.
+        scale: Scale s of the logits, or its initial value with `learnable_scale`.
+        learnable_scale: Make the scale a parameter.
+        **options: Options of every head: see `Head`.
     """
 
     logits_use_target = False
@@ -62,7 +69,7 @@ class CosineHead(PerClassHead):
             nn.init.constant_(self.scale, self._initial_scale)
 
     def rows(self, features: Tensor) -> Tensor:
-        # A scale that is learned belongs to all classes, so it is applied to what they see.
+        # All classes share a learnable scale, so it multiplies the features and not the parameters of a class.
         return self.scale * unit(features) if isinstance(self.scale, nn.Parameter) else unit(features)
 
     def class_logits(self, rows: Tensor, target: Tensor | None, *params: Tensor) -> Tensor:

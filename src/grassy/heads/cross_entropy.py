@@ -1,4 +1,4 @@
-"""Which criteria are a softmax cross-entropy, that a head can compute without its logits."""
+"""Recognise criteria that are a softmax cross-entropy, which a head can compute without storing its logits."""
 
 import functools
 from typing import Any
@@ -10,9 +10,9 @@ from grassy.heads.request import Criterion
 
 
 def cross_entropy_options(criterion: Criterion, target: Tensor) -> dict[str, Any] | None:
-    """The label_smoothing, ignore_index and reduction that make a cross-entropy this criterion; None if there are none.
+    """Return the label_smoothing, ignore_index and reduction of a criterion that is a cross-entropy, or None.
 
-    The target tells for timm's criteria, one of which is for labels and one for probabilities.
+    timm has one criterion for labels and one for probabilities, so the result depends on the target too.
     """
     options: dict[str, Any] | None = None
     names = ("label_smoothing", "ignore_index", "reduction")
@@ -31,5 +31,5 @@ def cross_entropy_options(criterion: Criterion, target: Tensor) -> dict[str, Any
 
 
 def one_loss(options: dict[str, Any] | None) -> bool:
-    """Whether such options give one number, which can take the place of logits in a model."""
+    """Whether the cross-entropy with these options is a scalar, which a model can return in place of logits."""
     return options is not None and options.get("reduction") != "none"

@@ -1,4 +1,4 @@
-"""One subspace a class: the Grassmann class representation (paper, Section 4.1)."""
+"""One subspace per class: the Grassmann class representation (paper, Section 4.1)."""
 
 import math
 import warnings
@@ -21,31 +21,48 @@ REFUSE_ABOVE = 0.1
 OFF_THE_MANIFOLD = (
     "was it trained, or averaged, as an ordinary weight? Use grassy.make_optimizer and grassy.AveragedModel"
 )
-#: Classes that are looked at when weights are used after a change: an optimizer treats all alike.
+#: How many classes to check after the weight changed. An optimizer treats all classes alike, so some suffice.
 LOOK_AT = 1000
 
 
 class GrassmannHead(PerClassHead):
-    """l_c = γ‖W_c x‖/‖x‖: how long the projection of the feature onto the subspace of class c is.
+    """Represents each class by a subspace: the logit l_c = γ‖W_c x‖/‖x‖ is large if x lies close to the subspace.
 
-    `weight` (C, K, N) holds an orthonormal basis of each class subspace as rows. Train it with `RiemannianSGD` (which
-    `make_optimizer` does); an ordinary optimizer would take it off the manifold.
+    The parameter `weight` (C, K, N) holds an orthonormal basis of each class subspace as rows. Train it with
+    `make_optimizer`, which uses `RiemannianSGD` for it. An ordinary optimizer takes it off the manifold.
 
-    k: dimension of the subspaces, one for all or one for each class. Classes of a smaller dimension than the largest
-        have zero rows, which stay zero.
-    gamma: the length that features are scaled to, 25 in the paper for 1,000 classes. "auto" is `recommended_gamma`,
-        divided by √N for features that are standardised and not normalised, whose length is about that.
-    learnable_gamma: make gamma a parameter, starting from the given value.
-    normalize: False keeps the length of the features and multiplies by gamma (an ablation of the paper's).
-    riemannian: False makes the weight an ordinary parameter, which loses its orthonormality (another ablation).
-    fuse_loss: in training, compute the cross-entropy of `classification_loss` in the head, without the logits, and with
-        few of the B x C x K coordinates at a time. For very many classes, where these take more memory than the weight.
-        It changes nothing for other criteria, for logits, and in models with several heads.
-    sample: in training, let only this share of the classes take part in an update, and all that are labels in it: for
-        more than ten million classes. The draw depends on the seed, the update and the class alone. Needs
-        `classification_loss` with cross-entropy, `make_optimizer`, and in several processes `distributed.shard_head`.
-    sample_correct: let each class that was drawn count 1/sample times in the softmax, as if all had taken part.
-    sample_seed: another seed draws other classes.
+    Args:
+        in_features: Feature dimension N.
+        num_classes: Number of classes C.
+        k: Dimension of the subspaces, one for all classes or one per class. Classes with fewer dimensions than the
+            largest have zero rows, which stay zero.
+        gamma: Scale γ of the logits, 25 in the paper for 1,000 classes. "auto" uses `recommended_gamma`. For features
+            that are standardised but not normalised, "auto" divides it by √N, their typical length.
+        normalize: Normalise the features. False gives l_c = γ‖W_c x‖, an ablation of the paper.
+        learnable_gamma: Make gamma a parameter with the given initial value.
+        riemannian: False makes the weight an ordinary parameter, which loses its orthonormality, another ablation.
+        fuse_loss: In training, compute the cross-entropy of `classification_loss` in the head, without storing the
+            logits or all B x C x K coordinates. Saves memory with very many classes. Other criteria, plain logits and
+            models with several heads are not affected.
+        sample: In training, update only this fraction of the classes per step, plus all classes that are labels in the
+            batch: for more than ten million classes. The draw depends only on the seed, the step and the class. Needs
+            `classification_loss` with cross-entropy, `make_optimizer`, and `distributed.shard_head` in several
+            processes.
+        sample_correct: Weight each sampled class by 1/sample in the softmax, to estimate the softmax over all classes.
+        sample_seed: Seed of the draw.
+        **options: Options of every head: see `Head`.
+
+    Raises:
+        ValueError: If an argument is out of range or two arguments contradict each other.
+        TypeError: If a boolean option is not a boolean, or gamma is a parameter.
+
+    Examples:
+        >>> import torch, grassy
+        >>> head = grassy.GrassmannHead(64, 10, k=4)
+        >>> head.weight.shape
+        torch.Size([10, 4, 64])
+        >>> head(torch.randn(32, 64)).shape
+        torch.Size([32, 10])
     """
 
     subspace_names: tuple[str, ...] = ("weight",)
@@ -53,7 +70,7 @@ class GrassmannHead(PerClassHead):
     logits_are_nonnegative = True
     logit_options = ("gamma", "normalize")
     gamma: float | nn.Parameter
-    _looked_at: tuple[int, int] | None = None  # the weight, and how often it had changed
+    _looked_at: tuple[int, int] | None = None  # id and version counter of the weight
     _error: float | None = None
     draws: Tensor
 
@@ -77,7 +94,7 @@ class GrassmannHead(PerClassHead):
         check_booleans(normalize=normalize, learnable_gamma=learnable_gamma, riemannian=riemannian, fuse_loss=fuse_loss)
         check_booleans(sample_correct=sample_correct)
         if not 0 < number(sample) <= 1:
-            raise ValueError(f"sample must lie in (0, 1], the share of classes in an update, got {sample!r}")
+            raise ValueError(f"sample must lie in (0, 1], the fraction of classes in an update, got {sample!r}")
         if sample < 1 and not riemannian:
             raise ValueError("sample needs riemannian=True: ordinary optimizers cannot update some classes alone")
         dims = _dims(k, num_classes)
@@ -86,17 +103,17 @@ class GrassmannHead(PerClassHead):
             raise ValueError(f"k must lie between 1 and in_features = {in_features}, got {largest}")
         if largest == in_features > 1:
             warnings.warn(
-                f"k = {largest} is all of the feature space: such a class has the largest logit for every feature",
+                f"k = {largest} spans the whole feature space: such a class has the largest logit for every feature",
                 stacklevel=2,
             )
         if isinstance(gamma, nn.Parameter):
-            raise TypeError("gamma must be a number: for one that is learned give learnable_gamma=True as well")
+            raise TypeError("gamma must be a number: to learn it, pass learnable_gamma=True as well")
         if isinstance(gamma, str) and gamma == "auto":
-            # A softmax that is not corrected has fewer classes.
+            # Without sample_correct, the softmax runs over the sampled classes only.
             seen = num_classes if sample_correct else max(1, round(num_classes * sample))
             automatic = automatic_gamma(seen, dims, in_features, normalize, self.batch_norm is not None)
             if automatic is None:
-                raise ValueError("gamma='auto' is for features of a known length: with normalize=False give a number")
+                raise ValueError("gamma='auto' needs features of a known length: with normalize=False pass a number")
             gamma = automatic
         if not 0 < number(gamma) < math.inf:
             raise ValueError(f"gamma must be positive or 'auto', got {gamma!r}")
@@ -105,7 +122,7 @@ class GrassmannHead(PerClassHead):
         self.fuse_loss = bool(fuse_loss)
         self.sample, self.sample_correct, self.sample_seed = float(sample), bool(sample_correct), int(sample_seed)
         if self.sample < 1:
-            # How many samples were drawn, so that a run that goes on draws what it would have drawn.
+            # Number of draws so far, so that a resumed run draws the same classes as an uninterrupted one.
             self.register_buffer("draws", torch.zeros((), dtype=torch.int64, device=options.get("device")))
         if not riemannian:
             self.subspace_names = ()
@@ -117,7 +134,7 @@ class GrassmannHead(PerClassHead):
         self.register_load_state_dict_pre_hook(_return_to_manifold)  # type: ignore[no-untyped-call]
 
     def reset_parameters(self) -> None:
-        """Uniformly random subspaces: the qf factor of a Gaussian matrix."""
+        """Draw uniformly random subspaces, the qf factors of Gaussian matrices."""
         super().reset_parameters()
         if self.sample < 1:
             self.draws.zero_()
@@ -134,7 +151,7 @@ class GrassmannHead(PerClassHead):
         return self._without_absent_rows(drawn, first)
 
     def _without_absent_rows(self, drawn: Tensor, first: int) -> Tensor:
-        """Subspaces of the classes from `first` on with zero rows, if some have a smaller dimension than others."""
+        """Zero the absent rows of the subspaces of the classes from `first` on, if dimensions differ."""
         if not isinstance(self._initial_dims, list):
             return drawn
         dims = torch.tensor(self._initial_dims[first : first + len(drawn)], device=drawn.device)
@@ -142,30 +159,30 @@ class GrassmannHead(PerClassHead):
         return drawn * present.unsqueeze(-1)
 
     def train(self, mode: bool = True) -> Self:
-        """As any module's; warns at the end of training if an ordinary optimizer took the subspaces off the manifold.
+        """Switch the mode; warn at the end of training if an ordinary optimizer took the subspaces off the manifold.
 
-        Logits are no projections then, and such weights may not be loaded.
+        In that case the logits are not projection lengths, and loading may refuse the weights.
         """
         if self.training and not mode:
             self._look_at_weight()
-        self._looked_at = None  # Lightning's averages come after this, and by .data, which counts no changes
+        self._looked_at = None  # Lightning averages after this, through .data, which does not increase the version
         return super().train(mode)
 
     def forward(self, features: Tensor, target: Tensor | None = None) -> Tensor:
-        # An average is never in training, and not everybody calls eval(): so also when weights are first used.
+        # Not every averaged model passes through train(False), and some users never call eval(): check here too.
         if not (self.training and torch.is_grad_enabled()) and isinstance(features, Tensor):
             self._look_at_weight()
         return super().forward(features, target)
 
     def _look_at_weight(self) -> None:
-        """Warn if the subspaces are off the manifold, once for each weight."""
+        """Warn once per version of the weight if the subspaces are off the manifold."""
         if torch.compiler.is_compiling() or not self.subspace_names:
             return
-        known_kind = type(self.weight) is nn.Parameter or shards.is_sharded(self.weight)  # not a view of a flat one
+        known_kind = type(self.weight) is nn.Parameter or shards.is_sharded(self.weight)  # no view of FSDP's flat one
         weight = shards.local(self.weight.detach())
         if not known_kind or weight.ndim != 3 or weight.is_meta or not weight.shape[0]:
             return
-        # A tensor of inference mode does not count its changes; in a CUDA graph nobody may wait for a number.
+        # An inference tensor has no version counter, and a CUDA graph cannot synchronise.
         if weight.is_inference() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         now = id(self.weight), self.weight._version
@@ -181,12 +198,12 @@ class GrassmannHead(PerClassHead):
 
     @property
     def dims(self) -> Tensor:
-        """The dimension k_i of each class (C,), or of each that this process holds, read off the weight."""
+        """The dimension k_i of each class that this process holds, (C,) unless sharded: its number of nonzero rows."""
         return geometry.present_rows(shards.local(self.weight.detach())).sum(-1)
 
     def rows(self, features: Tensor) -> Tensor:
         rows = kernels.unit(features) if self.normalize else features
-        # A gamma that is learned belongs to all classes, so it is applied to what they see.
+        # All classes share a learnable gamma, so it multiplies the features and not the parameters of a class.
         return self.gamma * rows if isinstance(self.gamma, nn.Parameter) else rows
 
     def class_logits(self, rows: Tensor, target: Tensor | None, *params: Tensor) -> Tensor:
@@ -200,7 +217,7 @@ class GrassmannHead(PerClassHead):
         return kernels.subspace_logits(features, self.weight, self.gamma, normalize=self.normalize)
 
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
-        """The criterion on the logits; if it is cross-entropy and `fuse_loss` is set, without the logits."""
+        """Return the criterion on the logits. With `fuse_loss`, cross-entropy is computed without storing them."""
         options = cross_entropy_options(criterion, target) if self.fuse_loss or self.samples else None
         if self.samples and options is not None:
             return self.sharded_loss(self.prepare(features, target, criterion), target, **options)
@@ -221,14 +238,14 @@ class GrassmannHead(PerClassHead):
 
     @property
     def samples(self) -> bool:
-        """Whether a loss is that of a sample of the classes."""
+        """Whether the loss uses a sample of the classes: `sample` is below 1 and the head is in training mode."""
         return self.sample < 1 and self.training
 
     def _next_sampling(self) -> kernels.Sampling:
         several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
         if several and not self.is_sharded:
             raise ValueError(
-                f"sample={self.sample} in several processes needs the classes divided over them: call "
+                f"sample={self.sample} in several processes needs the classes sharded over them: call "
                 "grassy.distributed.shard_head(model, mesh) first"
             )
         update = self.draws.clone()
@@ -241,14 +258,18 @@ class GrassmannHead(PerClassHead):
     def answers_with_loss(self, request: LossRequest) -> bool:
         if type(self).loss is not GrassmannHead.loss:
             return self.training
-        # The fused loss must be that of the logits, which a model may average if it has several heads.
+        # A model with several heads may average their logits, so only a single head may return its loss instead.
         same = request.alone and one_loss(cross_entropy_options(request.criterion, request.target))
         return same and (self.is_sharded or self.samples or (self.training and self.fuse_loss))
 
     def outlier_score(self, features: Tensor) -> Tensor:
-        """The part of a feature's energy that no class subspace holds, (...) in [0, 1]: 1 − max_c ‖W_c x‖²/‖x‖².
+        """Return the fraction of each feature's energy outside the nearest class subspace: 1 − max_c ‖W_c x‖²/‖x‖².
 
-        0 means that the feature lies in the subspace of a class; a zero feature has 1.
+        Args:
+            features: Features (..., N).
+
+        Returns:
+            Scores (...) in [0, 1]. 0 means that the feature lies in a class subspace. A zero feature has score 1.
         """
         with torch.no_grad(), self.evaluating():
             unit = kernels.unit(self.prepare(features))
@@ -257,17 +278,17 @@ class GrassmannHead(PerClassHead):
         return (1 - inside.squeeze(-1).square()).clamp(0, 1)
 
     def _lengths_inside(self, rows: Tensor, _: None, weight: Tensor) -> Tensor:
-        """The lengths (..., c) of the projections of unit features (..., N) onto the spans of some classes."""
+        """Return the lengths (..., c) of the projections of unit features (..., N) onto the spans of c classes."""
         weight = weight if self.subspace_names else _with_the_same_projection(weight)
         return kernels.subspace_logits(rows, weight, 1.0, normalize=False)
 
     @property
     def options(self) -> dict[str, Any]:
-        # Of a sharded weight, asking all processes would make them wait for each other.
+        # Reading the dimensions of a sharded weight would need communication.
         known = self.weight.is_meta or shards.is_distributed(self.weight)
         dims = self._initial_dims if known else self.dims.tolist()
         dims = [dims] if isinstance(dims, int) else dims
-        rows = self.weight.shape[1]  # of a weight that was loaded, no class may have all of them
+        rows = self.weight.shape[1]  # in a loaded weight, no class may use all of them
         learnable = isinstance(self.gamma, nn.Parameter)
         names = ("sample", "sample_correct", "sample_seed") if self.sample < 1 else ()
         sampling = {name: getattr(self, name) for name in names}
@@ -284,7 +305,7 @@ class GrassmannHead(PerClassHead):
 
 
 def _dims(k: Any, num_classes: int) -> int | list[int]:
-    """The dimension of all classes, or a list of those of each: 100 million equal ones would fill 800 MB."""
+    """Return the common dimension, or a list with one per class. 100 million equal ones would take 800 MB."""
     if not hasattr(k, "__len__") or isinstance(k, str) or getattr(k, "ndim", 1) == 0:
         return positive_integer("k", k)
     dims = [positive_integer("k", dim) for dim in k]
@@ -294,10 +315,13 @@ def _dims(k: Any, num_classes: int) -> int | list[int]:
 
 
 def _with_the_same_projection(weight: Tensor) -> Tensor:
-    """Rows for which ‖W x‖ is the length of the projection onto the span of given ones, which may be of any length, or
-    even linearly dependent, as those of an ordinary parameter: (W Wᵀ)^(-1/2) W, without directions lost in rounding.
+    """Return (W Wᵀ)^(-1/2) W, so that ‖W x‖ is the length of the projection onto the span of the given rows.
+
+    The rows of an ordinary parameter may have any length or be linearly dependent. Directions with a negligible
+    eigenvalue are dropped.
     """
-    exact = (weight if weight.device.type in ("cpu", "cuda") else weight.cpu()).double()  # not all others know it
+    # Other devices may lack float64 or eigh.
+    exact = (weight if weight.device.type in ("cpu", "cuda") else weight.cpu()).double()
     values, vectors = torch.linalg.eigh(exact @ exact.mT)
     kept = values > 1e-12 * values[..., -1:]
     scales = values.where(kept, 1).rsqrt() * kept
@@ -305,27 +329,27 @@ def _with_the_same_projection(weight: Tensor) -> Tensor:
 
 
 def _return_to_manifold(head: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Repair a loaded weight that is slightly off the manifold, and refuse one that is far off."""
+    """Orthonormalise a loaded weight that is slightly off the manifold; raise ValueError if it is far off."""
     key = prefix + "weight"
     weight = state_dict.get(key)
     if not isinstance(weight, Tensor) or weight.ndim != 3 or weight.is_meta:
-        return  # a missing key or a wrong shape: load_state_dict has its own message
+        return  # load_state_dict reports a missing key or a wrong shape
     if not head.subspace_names:
-        return  # not meant to be on the manifold
-    given, weight = weight, shards.local(weight)  # of a weight that is divided over processes, what is here
+        return  # an ordinary parameter
+    given, weight = weight, shards.local(weight)  # the local part of a sharded weight
     empty = (~geometry.present_rows(weight).any(-1)).nonzero().flatten()
-    # Processes raise together, or those without an empty class would wait for the others in the next reduction.
+    # All processes must raise together, or those without an empty class would hang in the next reduction.
     own = int(empty[0]) + shards.first_row(given) if len(empty) else len(given)
     first = -int(shards.largest_of_all(torch.tensor(-own, device=weight.device), given))
     if first < len(given):
-        others = 0 if shards.is_distributed(given) else len(empty) - 1  # a process knows its own alone
+        others = 0 if shards.is_distributed(given) else len(empty) - 1  # a process knows only its own classes
         raise ValueError(
             f"{key} is not a weight of subspaces: class {first} has no direction, its rows are zero"
             + (f", and so have {others} others" if others else "")
         )
     here = geometry.orthonormality_error(weight) if weight.shape[0] else weight.new_zeros(())
     error = float(shards.largest_of_all(here.detach(), given))  # so that all processes agree
-    # Rounding to half precision alone takes a weight this far.
+    # Rounding to half precision alone causes this error.
     tolerance = max(REPAIR_ABOVE, 4 * torch.finfo(weight.dtype).eps)
     if not error <= REFUSE_ABOVE:
         raise ValueError(

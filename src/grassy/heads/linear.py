@@ -1,4 +1,4 @@
-"""One vector a class: the softmax baseline, `nn.Linear` under the contract of a head."""
+"""One vector per class: the softmax baseline, `nn.Linear` under the contract of a head."""
 
 from typing import Any, Unpack
 
@@ -10,10 +10,19 @@ from grassy.heads.per_class import PerClassHead
 
 
 class LinearHead(PerClassHead):
-    """l_c = w_cᵀ x + b_c."""
+    """Softmax baseline with one vector per class: l_c = w_cᵀ x + b_c.
+
+    Its state_dict has the keys of `nn.Linear`: `weight` (C, N) and `bias` (C,).
+
+    Args:
+        in_features: Feature dimension N.
+        num_classes: Number of classes C.
+        bias: Add a bias per class.
+        **options: Options of every head: see `Head`.
+    """
 
     logits_use_target = False
-    # Its logits depend on nothing but its weights, so its state has the keys of nn.Linear and no more.
+    # No option changes the logits in evaluation, so the state_dict can have the keys of nn.Linear alone.
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
     class_names = ("weight", "bias")

@@ -1,4 +1,4 @@
-"""Several linear layers side by side: the paper's MultiFC, an ensemble that shares its features."""
+"""Several linear layers on the same features: MultiFC in the paper."""
 
 from typing import Any, Unpack
 
@@ -19,9 +19,16 @@ from grassy.heads.request import Criterion
 
 
 class MultiHead(Head):
-    """Linear layers whose losses are averaged in training and whose logits are averaged in evaluation.
+    """Ensemble of linear layers on the same features: MultiFC in the paper.
 
-    layers: how many.
+    It averages the losses of the layers in training and their logits in evaluation.
+
+    Args:
+        in_features: Feature dimension N.
+        num_classes: Number of classes C.
+        layers: Number of linear layers.
+        bias: Add a bias per layer and class.
+        **options: Options of every head: see `Head`.
     """
 
     logits_use_target = False
@@ -49,12 +56,12 @@ class MultiHead(Head):
             nn.init.zeros_(self.bias)
 
     def logits_of_each_layer(self, features: Tensor) -> Tensor:
-        """(..., layers, C), in one product."""
+        """Return the logits of every layer, (..., layers, C), from one matmul."""
         bias = None if self.bias is None else self.bias.flatten()
         return linear(features, self.weight.flatten(0, 1), bias).unflatten(-1, self.weight.shape[:2])
 
     def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
-        # The mean of linear layers is the linear layer of the mean.
+        # Averaging the weights gives the average of the logits, for one matmul of size C.
         return linear(features, self.weight.mean(0), None if self.bias is None else self.bias.mean(0))
 
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:

@@ -1,4 +1,4 @@
-"""A head in place of a 1x1 convolution, whose logits have the classes second."""
+"""A head that replaces a 1x1 convolution: the classes are dimension 1 of its logits."""
 
 from torch import Tensor, nn
 
@@ -6,9 +6,13 @@ from grassy.heads.base import Head, as_one_operation
 
 
 class HeadOnMap(nn.Module):
-    """Applies a head at every location of a map (B, N, ...), as a 1x1 convolution does: logits (B, C, ...).
+    """Applies a head at every location of a feature map (B, N, ...), as a 1x1 convolution does.
 
-    The target of `classification_loss` holds one label for each image, or one for each location (B, ...).
+    The logits have shape (B, C, ...). The target of `classification_loss` holds one label per image (B,) or one per
+    location (B, ...).
+
+    Args:
+        head: The head to apply.
     """
 
     def __init__(self, head: Head) -> None:
@@ -27,10 +31,10 @@ class HeadOnMap(nn.Module):
         if self.head.answers_with_loss(request):
             if size.numel() > 1 and not each_location:
                 name = type(self.head).__name__
-                raise ValueError(f"{name} has a loss of its own, on one feature an image, but got a map {tuple(size)}")
+                raise ValueError(f"{name} computes its loss from one feature per image, but got a map {tuple(size)}")
             loss = self.head(channels_last if each_location else channels_last.flatten(0, -2))
-            return loss.reshape([1] * features.ndim)  # what flattens logits after this takes it
-        # The target of an image is the target of each of its locations.
+            return loss.reshape([1] * features.ndim)  # so that a following nn.Flatten works
+        # Every location has the target of its image.
         target = request.target.repeat_interleave(size.numel(), dim=0)
         logits = self.head.logits(self.head.prepare(channels_last.flatten(0, -2)), target)
         return logits.unflatten(0, channels_last.shape[:-1]).movedim(-1, 1)

@@ -1,4 +1,4 @@
-"""Heads whose parameters have one row for each class, so that the classes can be divided over processes."""
+"""Heads with one row of parameters per class, so that the classes can be sharded over processes."""
 
 from typing import Any
 
@@ -19,35 +19,38 @@ from grassy.kernels import (
 
 
 class PerClassHead(Head):
-    """Logits of which that of a class depends on the feature and on the parameters of that class alone.
+    """Base class of heads in which the logit of a class depends only on the feature and that class's parameters.
 
-    A new head of this kind defines `rows`, `class_logits` and `draw_classes` in place of `logits`. After
-    `grassy.distributed.shard_head` each process holds the parameters of some classes. Then all processes have to call
-    the head together, with equally many features each.
+    A subclass defines `rows`, `class_logits` and `draw_classes` in place of `logits`. After
+    `grassy.distributed.shard_head` each process holds the parameters of some classes. Then all processes must call the
+    head together, each with the same number of features.
     """
 
-    #: Names of the parameters (C, ...) that have one row for each class.
+    #: Names of the parameters (C, ...) with one row per class.
     class_names: tuple[str, ...] = ("weight",)
     weight: nn.Parameter
-    #: Whether this process holds some of the classes only. The weight does not tell: FSDP divides it too, but not in a
+    #: Whether the classes are sharded over processes. The weight alone does not tell: FSDP shards it too, except in a
     #: forward.
     is_sharded = False
 
     def rows(self, features: Tensor) -> Tensor:
-        """What classes see of features (..., N): (..., N), with parameters that all classes share applied to it."""
+        """Apply what all classes share, such as normalisation or a learnable scale, to features (..., N)."""
         raise NotImplementedError(f"{type(self).__name__} must define rows(features)")
 
     def class_logits(self, rows: Tensor, target: Tensor | None, *params: Tensor) -> Tensor:
-        """Logits (..., c) of c classes; labels (...) are counted from the first of them, and may lie outside."""
+        """Return the logits (..., c) of the c classes in `params`.
+
+        Labels (...) are relative to the first of these classes and may lie outside.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define class_logits(rows, target, *params)")
 
     def draw_classes(self, name: str, first: int, count: int, generator: torch.Generator) -> Tensor:
-        """Random values (count, ...) to start the parameter `name` of the classes from `first` on with."""
+        """Return initial values (count, ...) of the parameter `name` for the classes from `first` on."""
         raise NotImplementedError(f"{type(self).__name__} must define draw_classes(name, first, count, generator)")
 
     @property
     def shard(self) -> shards.Shard:
-        """Which classes this process holds."""
+        """The range of classes that this process holds."""
         return shards.shard_of(self.weight)
 
     def class_parameters(self) -> list[Tensor]:
@@ -56,20 +59,20 @@ class PerClassHead(Head):
         return [shards.local(p) if self.is_sharded else p for p in found if p is not None]
 
     def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
-        """If the classes are divided over processes, the logits of all of them are gathered, up to a limit."""
+        """Return the logits of all classes. If these are sharded, it gathers the logits, up to a size limit."""
         if not self.is_sharded:
             return self.class_logits(self.rows(features), target, *self.class_parameters())
         return sharded_logits(self._sent(features), target, self.class_logits, self.class_parameters(), self.shard)
 
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
-        """The criterion on the logits; cross-entropy of classes that are divided over processes without the logits."""
+        """Return the criterion on the logits. For sharded classes, cross-entropy is computed without gathering them."""
         options = cross_entropy_options(criterion, target) if self.is_sharded else None
         if options is None:
             return super().loss(features, target, criterion)
         return self.sharded_loss(self.prepare(features, target, criterion), target, **options)
 
     def sharded_loss(self, features: Tensor, target: Tensor, **options: Any) -> Tensor:
-        """The cross-entropy of prepared features of this process; options: those of `sharded_cross_entropy`."""
+        """Return the cross-entropy of this process's prepared features, with the options of `sharded_cross_entropy`."""
         params, shard = self.class_parameters(), self.shard
         return sharded_cross_entropy(self._sent(features), target, self.class_logits, params, shard, **options)
 
@@ -77,17 +80,27 @@ class PerClassHead(Head):
         return self.is_sharded or type(self).loss is not PerClassHead.loss
 
     def answers_with_loss(self, request: LossRequest) -> bool:
-        # A loss without logits must be that of the logits, which a model may average if it has several heads. In
-        # evaluation the logits of sharded classes may be too many to have.
+        # A model with several heads may average their logits, so only a single head may return its loss instead.
+        # In evaluation too: the logits of sharded classes may not fit into memory.
         if type(self).loss is not PerClassHead.loss:
             return super().answers_with_loss(request)
         return self.is_sharded and request.alone and one_loss(cross_entropy_options(request.criterion, request.target))
 
     @torch.no_grad()
     def top(self, features: Tensor, count: int = 5) -> tuple[Tensor, Tensor]:
-        """The largest logits of features (..., N), and the classes that have them: (..., count) each, largest first.
+        """Return the largest logits and their classes, without storing the logits of all classes at once.
 
-        As `scores`, without dropout or margin, but never with the logits of all classes at once.
+        Like `scores`, it applies neither dropout nor margin.
+
+        Args:
+            features: Features (..., N).
+            count: How many classes to return, at most C.
+
+        Returns:
+            Logits (..., count) in descending order and the indices (..., count) of their classes.
+
+        Raises:
+            ValueError: If `count` is not between 1 and C.
         """
         count = positive_integer("count", count)
         if count > self.num_classes:
@@ -107,11 +120,11 @@ class PerClassHead(Head):
         super().check_target(target, criterion)
         if self.is_sharded and target.is_floating_point():
             raise ValueError(
-                f"a {type(self).__name__} that is divided over processes takes class indices, not probabilities of "
-                "shape (B, C): train it without mixup, cutmix and the like"
+                f"a {type(self).__name__} that is sharded over processes takes class indices, not probabilities of "
+                "shape (B, C): train it without mixup and cutmix"
             )
 
     def _sent(self, features: Tensor) -> Tensor:
-        """Rows in the precision in which they are multiplied, since that is how far they have to travel."""
+        """Return rows in the dtype of their matmul, to send no more bytes between processes than needed."""
         rows = self.rows(features)
         return rows.to(product_dtype(rows, self.weight)) if self.is_sharded else rows

@@ -1,8 +1,8 @@
 """How the target of `classification_loss` reaches a head inside the forward of a model.
 
-A request is there for one thread and one forward pass. Activation checkpointing runs that forward again in the
-backward, after the request is gone and perhaps in a thread of autograd: a hook on the loss notes in which backward
-passes the request is wanted again, and a head that is called inside one of them finds it.
+A request lives for one thread and one forward pass. Activation checkpointing repeats that forward in the backward, when
+the request is gone, and perhaps in an autograd thread. A hook on the loss records the backward passes that go through
+it. A head that is called inside such a backward pass finds the request again.
 """
 
 import threading
@@ -20,30 +20,35 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class LossRequest:
-    """What `grassy.classification_loss` hands to a head for the length of one forward pass of the model."""
+    """What `grassy.classification_loss` passes to a head for one forward pass of the model.
+
+    Attributes:
+        target: Class indices or probabilities.
+        criterion: A callable `criterion(logits, target)`.
+        alone: Whether the model has a single head. A model with several may average their logits.
+        with_gradient: Whether autograd was enabled when the loss was requested.
+        backwards: Autograd's ids of the backward passes that went through the loss.
+    """
 
     target: Tensor
     criterion: Criterion
-    #: Whether the head is the only one of the model. Of several, a model may average the logits.
     alone: bool = True
-    #: Whether a gradient of the loss may be wanted.
     with_gradient: bool = True
-    #: The backward passes that went through its loss, by the number that autograd gives to each.
     backwards: set[int] = field(default_factory=set)
 
 
 class Inbox:
-    """Holds the request of each thread. A copy, by deepcopy or pickle, is empty.
+    """Holds one request per thread. A copy, by deepcopy or pickle, is empty.
 
-    Compiled code cannot read storage of a thread in every version of torch: it finds the latest request of all threads,
-    so that threads which share a compiled model take turns (`delivered`).
+    Compiled code cannot read thread-local storage in every version of torch. It gets the latest request of any thread,
+    so threads that share a compiled model take turns (see `delivered`).
     """
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
         self._latest: LossRequest | None = None
         self.turn = threading.RLock()
-        #: Whether compiled code found the latest request while autograd was off, as inside a reentrant checkpoint.
+        #: Whether compiled code read the latest request while autograd was off, as inside a reentrant checkpoint.
         self.compiled_without_gradient = False
 
     @property
@@ -64,27 +69,27 @@ class Inbox:
         return Inbox, ()
 
 
-#: Requests whose loss is alive, by head: the graph of the loss holds them.
+#: Requests by head. The graph of the loss keeps them alive.
 _unfinished: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[LossRequest]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 class _BackwardPass:
-    """Lives as long as a backward pass, whether that succeeds or fails: autograd holds it as a callback."""
+    """Lives as long as a backward pass, even one that fails, because autograd holds it as a callback."""
 
     def __call__(self) -> None:
         pass
 
 
-#: The backward passes that go through the loss of a request at this moment, by their number.
+#: The running backward passes that went through the loss of a request, by autograd's id.
 _under_way: weakref.WeakValueDictionary[int, _BackwardPass] = weakref.WeakValueDictionary()
 
 
 @contextmanager
 def delivered(inboxes: Iterable[Inbox], request: LossRequest, take_turns: bool = False) -> Iterator[None]:
-    """Within this, and in this thread, the request lies in the inboxes.
+    """Context manager that puts the request into the inboxes for this thread.
 
-    take_turns: other threads that deliver to the same inboxes wait, as compiled code needs it.
+    With `take_turns`, other threads that deliver to the same inboxes wait, which compiled code needs.
     """
     before = [(inbox, inbox.request) for inbox in inboxes]
     with ExitStack() as turns:
@@ -107,18 +112,18 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def keep_for_recomputation(heads: Iterable[nn.Module], request: LossRequest, loss: Tensor) -> None:
-    """Let the heads find the request again while the gradient of the loss is computed."""
+    """Let the heads find the request again during the backward of the loss."""
     if loss.grad_fn is None:
         return
     with _lock:
         for head in heads:
             _unfinished.setdefault(head, weakref.WeakSet()).add(request)
-    # All gradients of the model go through this node first. It keeps the request alive, and nothing else does.
+    # Every backward of the loss starts at this node. The hook is the only reference that keeps the request alive.
     loss.grad_fn.register_prehook(lambda _: _note_backward(request))
 
 
 def _note_backward(request: LossRequest) -> None:
-    """Note that the backward pass of this moment goes through the loss of the request, and how long it lasts."""
+    """Record that the current backward pass goes through the loss of the request, and until when it runs."""
     number = torch._C._current_graph_task_id()
     request.backwards.add(number)
     if not torch.compiler.is_compiling():  # compiled autograd cannot trace this
@@ -127,12 +132,11 @@ def _note_backward(request: LossRequest) -> None:
 
 
 def check_that_compiled_heads_are_not_recomputed(heads: Iterable[nn.Module], loss: Tensor) -> None:
-    """Raise a ValueError for a compiled head inside a reentrant checkpoint.
+    """Raise ValueError for a compiled head inside a reentrant checkpoint.
 
-    Compiled code cannot ask whether it runs in a backward. Such a checkpoint turns autograd off in the forward, and
-    leaves a node of its own in the graph of the loss.
-
-    heads: those whose compiled code found the request while autograd was off.
+    Compiled code cannot ask whether it runs in a backward. A reentrant checkpoint turns autograd off in the forward and
+    leaves its own node in the graph of the loss. `heads` are those whose compiled code read the request while autograd
+    was off.
     """
     for head in heads:
         if _has_checkpoint(loss.grad_fn):
@@ -143,7 +147,7 @@ def check_that_compiled_heads_are_not_recomputed(heads: Iterable[nn.Module], los
 
 
 def _has_checkpoint(node: Any) -> bool:
-    """Whether the graph below a node has a reentrant checkpoint: torch's is CheckpointFunctionBackward."""
+    """Whether the graph below a node has a reentrant checkpoint, such as torch's CheckpointFunctionBackward."""
     stack, seen = [node], set()
     while stack:
         node = stack.pop()
@@ -157,7 +161,7 @@ def _has_checkpoint(node: Any) -> bool:
 
 
 def recomputed(head: nn.Module) -> LossRequest | None:
-    """The request that a forward inside a backward pass repeats; None outside of one, or if there was no request."""
+    """Return the request of the forward that the current backward pass recomputes, or None."""
     backward = torch._C._current_graph_task_id()
     if backward == -1:
         return None
@@ -166,7 +170,7 @@ def recomputed(head: nn.Module) -> LossRequest | None:
     found = [request for request in requests if backward in request.backwards]
     if len(found) == 1:
         return found[0]
-    # The backward of a checkpoint inside another one has a number of its own, within the backward of the loss.
+    # A nested reentrant checkpoint runs a backward with an id of its own within the backward of the loss.
     if not found and not any(number in _under_way for request in requests for number in list(request.backwards)):
         return None
     why = (
@@ -176,5 +180,5 @@ def recomputed(head: nn.Module) -> LossRequest | None:
     )
     raise RuntimeError(
         f"{type(head).__name__} is recomputed in the backward and cannot tell for which target ({why}): call backward "
-        "for each loss alone, with torch.utils.checkpoint(..., use_reentrant=False), or leave the head out of it"
+        "for each loss separately, with torch.utils.checkpoint(..., use_reentrant=False), or leave the head out of it"
     )

@@ -1,4 +1,4 @@
-"""Several directions a class, softly assigned (Qian et al. 2019)."""
+"""Several directions per class, softly assigned: SoftTriple (Qian et al. 2019)."""
 
 from typing import Any, Unpack
 
@@ -20,15 +20,28 @@ from grassy.kernels import unit
 
 
 class SoftTripleHead(Head):
-    """l_c = λ S_c with S_c = Σ_k softmax_k(cos θ_ck / γ) cos θ_ck over the K centres of class c.
+    """SoftTriple: l_c = λ S_c with S_c = Σ_k softmax_k(cos θ_ck / γ) cos θ_ck over the K centres of class c.
 
-    In training the target's S is lowered by the margin δ, and τ times a regulariser is added to the loss, which draws
-    the centres of a class together so that spare ones merge.
-    scale: λ. gamma: γ. tau: τ. margin: δ. centers: K.
+    In training it subtracts the margin δ from S of the target class and adds τ times a regulariser to the loss. The
+    regulariser pulls the centres of a class together, so that superfluous centres merge. It accepts class indices only,
+    so mixup and cutmix do not work with it.
+
+    Args:
+        in_features: Feature dimension N.
+        num_classes: Number of classes C.
+        centers: Number of centres K per class.
+        scale: Scale λ of the logits.
+        gamma: Temperature γ of the soft assignment to centres.
+        tau: Weight τ of the regulariser.
+        margin: Margin δ on the similarity of the target class.
+        **options: Options of every head: see `Head`.
+
+    Raises:
+        ValueError: If an argument is out of range.
     """
 
     takes_soft_targets = False
-    logit_options = ("scale", "gamma")  # the others are for training alone
+    logit_options = ("scale", "gamma")  # the others apply in training only
 
     def __init__(
         self,
@@ -58,17 +71,17 @@ class SoftTripleHead(Head):
         similarity = ((cosine / self.gamma).softmax(-1) * cosine).sum(-1)
         if self.training and target is not None:
             target = target.unsqueeze(-1)
-            valid = (target >= 0) & (target < self.num_classes)  # others are to be ignored
+            valid = (target >= 0) & (target < self.num_classes)  # False for ignored labels
             similarity = similarity.scatter_add(-1, target.where(valid, 0), -self.margin * valid.to(similarity.dtype))
         return self.scale * similarity
 
     def regularizer(self) -> Tensor:
-        """Σ over classes and pairs of centres of √(2 − 2 w_sᵀw_t), divided by C K (K − 1)."""
+        """Return Σ √(2 − 2 w_sᵀw_t) over classes and pairs of centres, divided by C K (K − 1)."""
         classes, centers, _ = self.weight.shape
         centers_of_class = unit(self.weight)
         s, t = torch.triu_indices(centers, centers, offset=1, device=self.weight.device)
         overlap = (centers_of_class @ centers_of_class.mT)[:, s, t]
-        # 1e-5, as the authors have it, keeps the derivative finite where two centres coincide.
+        # 1e-5, as in the authors' code, keeps the derivative finite where two centres coincide.
         return (2 + 1e-5 - 2 * overlap).clamp_min(0).sqrt().sum() / (classes * centers * max(1, centers - 1))
 
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:

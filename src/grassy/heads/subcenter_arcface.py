@@ -1,4 +1,4 @@
-"""Several directions a class, the nearest one active, with an angular margin in training (Deng et al. 2020)."""
+"""Several directions per class, of which the nearest counts: sub-centre ArcFace (Deng et al. 2020)."""
 
 from typing import Any, Unpack
 
@@ -10,9 +10,17 @@ from grassy.heads.cosine import cosines_of_units
 
 
 class SubcenterArcFaceHead(ArcFaceHead):
-    """ArcFace with cos θ_c the largest cosine over the K centres of class c. No centre or sample is dropped.
+    """Sub-centre ArcFace: cos θ_c is the largest cosine over the K centres of class c.
 
-    centers: K.
+    Unlike the original, it drops neither centres nor samples during training.
+
+    Args:
+        in_features: Feature dimension N.
+        num_classes: Number of classes C.
+        centers: Number of centres K per class.
+        scale: Scale s of the logits.
+        margin: Angular margin m in radians, in [0, π/2).
+        **options: Options of every head: see `Head`.
     """
 
     def __init__(
