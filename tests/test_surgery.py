@@ -220,9 +220,7 @@ def test_adapters_come_after_the_head():
     wrapped = peft.get_peft_model(hugging_face_model("ViTForImageClassification", **HF_SMALL), config)
     before = {name: type(module) for name, module in wrapped.named_modules()}
     for model in (wrapped, wrapped.get_base_model()):
-        with pytest.raises(
-            ValueError, match=r"has adapters of PEFT already.*call grassy\.replace_head first, then get_"
-        ):
+        with pytest.raises(ValueError, match=r"has PEFT adapters already.*call grassy\.replace_head first, then get_"):
             grassy.replace_head(model, "grassmann", k=2)
     assert {name: type(module) for name, module in wrapped.named_modules()} == before
     model = hugging_face_model("ViTForImageClassification", **HF_SMALL)

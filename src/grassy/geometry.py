@@ -1,14 +1,17 @@
-"""The Grassmann manifold G(k, n): the k-dimensional linear subspaces of R^n, as pure functions of tensors.
+"""The Grassmann manifold G(k, n) of k-dimensional linear subspaces of R^n, as pure functions of tensors.
 
-A subspace is a tensor (..., K, N) whose rows are an orthonormal basis; every rotation of the rows names the same
-subspace. A tangent vector H at W has the same shape and satisfies H Wᵀ = 0; its length is the Frobenius norm.
+A subspace is a tensor (..., K, N) whose rows are an orthonormal basis. Rotating the rows gives another basis of the
+same subspace. A tangent vector H at W has the same shape and satisfies H Wᵀ = 0. Its length is the Frobenius norm.
 Leading dimensions are batch dimensions and broadcast.
 
 Zero rows are absent directions: a point with k_i nonzero rows lies on G(k_i, n). Every function here keeps them zero.
 
-Nothing here takes the singular value decomposition of a K x N matrix where one of K x K will do: along a geodesic
-only the Gram matrix A = H Hᵀ matters, through the entire functions cos√X and sin√X/√X of X = t²A.
-Formulas: Edelman, Arias, Smith 1998 (EAS); Bendokat, Zimmermann, Absil 2024 (BZA).
+All functions compute in at least float32 with full-precision matmuls, under autocast too. The result has the promoted
+dtype of the arguments.
+
+A geodesic depends on its velocity H only through the K x K Gram matrix A = H Hᵀ, by the entire functions cos√X and
+sin√X/√X of X = t²A. So no singular value decomposition of a K x N matrix is needed. Formulas: Edelman, Arias, Smith
+1998 (EAS); Bendokat, Zimmermann, Absil 2024 (BZA).
 """
 
 import functools
@@ -23,9 +26,9 @@ from grassy.precision import exact_products
 
 
 def _in_full_precision(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compute in the widest dtype of the tensors, at least float32, with full-precision matmuls.
+    """Compute in the promoted dtype of the tensors, at least float32, with full-precision matmuls.
 
-    The result has the dtype that torch's promotion gives the tensors, half precision included.
+    The result has the promoted dtype, half precision included.
     """
 
     @functools.wraps(function)
@@ -33,7 +36,7 @@ def _in_full_precision(function: Callable[..., Tensor]) -> Callable[..., Tensor]
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if not tensors[0].is_floating_point():
             raise TypeError(f"{function.__name__}: subspaces must be floating point tensors, got {tensors[0].dtype}")
-        # A time t may be a tensor, too, of any dtype: like a number, it does not count.
+        # A time t may be a tensor of any dtype. Like a Python scalar, it does not take part in the promotion.
         dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors if tensor.ndim > 1])
         exact = torch.promote_types(dtype, torch.float32)
 
@@ -58,27 +61,52 @@ def random_subspace(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Uniformly distributed subspaces of the given shape (*batch, K, N): the qf factor of a Gaussian matrix.
+    """Draw uniformly distributed subspaces: the qf factors of Gaussian matrices.
 
-    ``random_subspace(10, 8, 64)`` and ``random_subspace(10, k=8, n=64)`` are the same.
+    Args:
+        *shape: Batch dimensions, followed by K and N unless they are given by name.
+        k: Dimension of the subspaces.
+        n: Dimension of the space.
+        generator: Random generator.
+        dtype: Dtype of the result. None means torch's default dtype.
+        device: Device of the result.
+
+    Returns:
+        Subspaces (*batch, K, N) with orthonormal rows.
+
+    Raises:
+        ValueError: If not 1 <= k <= n.
+
+    Examples:
+        >>> from grassy import geometry
+        >>> geometry.random_subspace(10, k=8, n=64).shape  # the same as random_subspace(10, 8, 64)
+        torch.Size([10, 8, 64])
     """
     shape = (*shape, *(size for size in (k, n) if size is not None))
     if len(shape) < 2 or not 1 <= shape[-2] <= shape[-1]:
         raise ValueError(f"random_subspace: need 1 <= k <= n, got shape (*batch, k, n) = {shape}")
     dtype = dtype or torch.get_default_dtype()
-    exact = torch.promote_types(dtype, torch.float32)  # torch has no Cholesky factors in half precision
+    exact = torch.promote_types(dtype, torch.float32)  # torch has no Cholesky in half precision
     gaussian = torch.randn(shape, generator=generator, dtype=exact, device=device)
     with exact_products(gaussian):
         return _qf(gaussian).to(dtype)
 
 
 def present_rows(weight: Tensor) -> Tensor:
-    """Which rows are directions of the subspace, (..., K) bool; the others are zero rows, absent directions."""
+    """Return which rows are nonzero, (..., K) bool. Zero rows are absent directions.
+
+    Args:
+        weight: Subspaces (..., K, N).
+    """
     return (weight != 0).any(dim=-1)
 
 
 def orthonormality_error(weight: Tensor) -> Tensor:
-    """The largest entry of |W Wᵀ − diag(present)| over all subspaces: 0 on the manifold."""
+    """Return the largest entry of |W Wᵀ − diag(present)| over all subspaces, a scalar: 0 on the manifold.
+
+    Args:
+        weight: Tensor (..., K, N).
+    """
     weight = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
     with exact_products(weight):
         return (gram(weight) - torch.diag_embed(present_rows(weight).to(weight.dtype))).abs().amax()
@@ -86,9 +114,16 @@ def orthonormality_error(weight: Tensor) -> Tensor:
 
 @_in_full_precision
 def orthonormalize(weight: Tensor) -> Tensor:
-    """The orthonormal rows closest to the given ones (the polar factor); they span the same subspace.
+    """Return the closest matrices with orthonormal rows: the polar factors, which span the same subspaces.
 
-    Raises ValueError if the nonzero rows of a matrix are linearly dependent.
+    Args:
+        weight: Tensor (..., K, N).
+
+    Returns:
+        Subspaces (..., K, N).
+
+    Raises:
+        ValueError: If the nonzero rows of a matrix are linearly dependent or not finite.
     """
     return _polar(weight)
 
@@ -98,17 +133,41 @@ def orthonormalize(weight: Tensor) -> Tensor:
 
 @_in_full_precision
 def project(weight: Tensor, ambient: Tensor) -> Tensor:
-    """The tangent part at W of any (..., K, N) tensor: B − (B Wᵀ) W.  (Paper, Eq. 2.)"""
+    """Project a tensor B onto the tangent space at W: B − (B Wᵀ) W (paper, Eq. 2).
+
+    Args:
+        weight: Subspaces W, (..., K, N).
+        ambient: Any tensor B, (..., K, N), such as a Euclidean gradient.
+
+    Returns:
+        Tangent vectors (..., K, N).
+    """
     tangent = ambient - (ambient @ weight.mT) @ weight
     return tangent * present_rows(weight).unsqueeze(-1)
 
 
 @_in_full_precision
 def geodesic(weight: Tensor, tangent: Tensor, t: float = 1.0) -> Tensor:
-    """The point reached from W after time t along the geodesic with velocity H: the exponential map of tH.
+    """Follow the geodesic from W with velocity H for time t: the exponential map of tH.
 
-    cos(t√A) W + [sin(t√A)/√A] H with A = H Hᵀ, which is Eq. 3 of the paper with its V cos(tΣ) Vᵀ and
-    U sin(tΣ) Vᵀ written as functions of A = V Σ² Vᵀ. Zero, repeated and tiny singular values need no care.
+    The result is cos(t√A) W + [sin(t√A)/√A] H with A = H Hᵀ. This is Eq. 3 of the paper, with its V cos(tΣ) Vᵀ and
+    U sin(tΣ) Vᵀ written as functions of A = V Σ² Vᵀ. Zero, repeated and tiny singular values need no special case.
+
+    Args:
+        weight: Subspaces W, (..., K, N).
+        tangent: Tangent vectors H at W, (..., K, N).
+        t: Time. The geodesic moves along +tangent for t > 0.
+
+    Returns:
+        Subspaces (..., K, N).
+
+    Examples:
+        >>> import torch
+        >>> from grassy import geometry
+        >>> start, end = geometry.random_subspace(2, 4, 64)
+        >>> velocity = geometry.log(start, end)
+        >>> bool(geometry.distance(geometry.geodesic(start, velocity), end) < 1e-5)
+        True
     """
     cosm1, sinc = cosm1_sinc(t**2 * (tangent @ tangent.mT))
     return weight + cosm1 @ weight + t * (sinc @ tangent)
@@ -116,10 +175,19 @@ def geodesic(weight: Tensor, tangent: Tensor, t: float = 1.0) -> Tensor:
 
 @_in_full_precision
 def transport(weight: Tensor, direction: Tensor, tangent: Tensor, t: float = 1.0) -> Tensor:
-    """Parallel transport of a tangent vector from W along the geodesic with velocity `direction`, for time t.
+    """Transport a tangent vector Δ parallel along the geodesic from W with velocity H, for time t. An isometry.
 
-    EAS Theorem 2.4. With A the Gram matrix of the direction H and K = Δ Hᵀ:
-    Δ − t² K [(1 − cos√X)/X] H − t K [sin√X/√X] W at X = t²A. An isometry.
+    EAS Theorem 2.4: with X = t² H Hᵀ and K = Δ Hᵀ, the result is
+    Δ − t² K [(1 − cos√X)/X] H − t K [sin√X/√X] W.
+
+    Args:
+        weight: Subspaces W, (..., K, N).
+        direction: Velocity H of the geodesic, tangent at W, (..., K, N).
+        tangent: Tangent vectors Δ at W, (..., K, N).
+        t: Time.
+
+    Returns:
+        Tangent vectors (..., K, N) at `geodesic(weight, direction, t)`.
     """
     # The half angle gives the third entire function: (1 − cos θ)/θ² = ½ (sin(θ/2)/(θ/2))².
     cosm1_half, sinc_half = cosm1_sinc((t / 2) ** 2 * (direction @ direction.mT))
@@ -130,10 +198,19 @@ def transport(weight: Tensor, direction: Tensor, tangent: Tensor, t: float = 1.0
 
 @_in_full_precision
 def log(weight: Tensor, other: Tensor) -> Tensor:
-    """The shortest tangent vector at W whose geodesic reaches `other` at time 1: the inverse of `geodesic`.
+    """Return the shortest tangent vector at W whose geodesic reaches `other` at time 1: the inverse of `geodesic`.
 
-    BZA Algorithm 5.3. Where a principal angle is π/2 there are several shortest ones, and this is one of them.
-    Raises ValueError if the two have different dimensions.
+    BZA Algorithm 5.3. If a principal angle is π/2, several vectors are shortest, and this is one of them.
+
+    Args:
+        weight: Subspaces W, (..., K, N).
+        other: Subspaces of the same dimensions, (..., K, N).
+
+    Returns:
+        Tangent vectors (..., K, N) at W.
+
+    Raises:
+        ValueError: If two subspaces have different dimensions.
     """
     present, other_present = present_rows(weight), present_rows(other)
     if not torch.equal(*torch.broadcast_tensors(present.sum(-1), other_present.sum(-1))):
@@ -148,16 +225,31 @@ def log(weight: Tensor, other: Tensor) -> Tensor:
 
 @_in_full_precision
 def retract_qf(weight: Tensor, tangent: Tensor) -> Tensor:
-    """qf(W + H), the retraction of the paper's Algorithm 1 variant: the geodesic up to second order.
+    """Return qf(W + H), which agrees with the geodesic up to second order (paper, appendix variant of Algorithm 1).
 
-    The triangular factor has a positive diagonal, so that no basis vector flips its sign.
+    The triangular factor has a positive diagonal, so no basis vector flips its sign.
+
+    Args:
+        weight: Subspaces W, (..., K, N).
+        tangent: Tangent vectors H at W, (..., K, N).
+
+    Returns:
+        Subspaces (..., K, N).
     """
     return _qf(weight + tangent)
 
 
 @_in_full_precision
 def retract_polar(weight: Tensor, tangent: Tensor) -> Tensor:
-    """The polar factor of W + H: like `retract_qf`, but equivariant under a change of basis."""
+    """Return the polar factor of W + H: like `retract_qf`, but equivariant under a change of basis.
+
+    Args:
+        weight: Subspaces W, (..., K, N).
+        tangent: Tangent vectors H at W, (..., K, N).
+
+    Returns:
+        Subspaces (..., K, N).
+    """
     return _polar(weight + tangent)
 
 
@@ -166,18 +258,25 @@ def retract_polar(weight: Tensor, tangent: Tensor) -> Tensor:
 
 @_in_full_precision
 def principal_angles(a: Tensor, b: Tensor) -> Tensor:
-    """The principal angles between two subspaces in radians, ascending, (..., min(K_a, K_b)).
+    """Return the principal angles between two subspaces, in radians, ascending.
 
-    Two subspaces of dimensions k_i and k_j have min(k_i, k_j) angles; what is left of the last dimension is NaN.
-    Angles below 45° are taken from their sines, since arccos loses half of the digits near 1.
+    Angles below 45° come from their sines, since arccos loses half of the digits near 1.
+
+    Args:
+        a: Subspaces (..., K_a, N).
+        b: Subspaces (..., K_b, N).
+
+    Returns:
+        Angles (..., min(K_a, K_b)). Two subspaces of dimensions k_i and k_j have min(k_i, k_j) angles. The remaining
+        entries are NaN.
     """
     k, kept = max(a.shape[-2], b.shape[-2]), min(a.shape[-2], b.shape[-2])
     a, b = (torch.nn.functional.pad(x, (0, 0, 0, k - x.shape[-2])) for x in (a, b))
     a, b = torch.broadcast_tensors(a, b)
     dims_a, dims_b = present_rows(a).sum(-1), present_rows(b).sum(-1)
     cosine = torch.linalg.svdvals(a @ b.mT).clamp(max=1)
-    # Sines: what of the smaller subspace sticks out of the larger one. In descending order the singular values of
-    # the present directions come first, those of zero rows last.
+    # The sines are the singular values of the part of the smaller subspace outside the larger one. In descending order
+    # the values of present directions come first, those of zero rows last.
     a_is_larger = (dims_a > dims_b)[..., None, None]
     small, large = torch.where(a_is_larger, b, a), torch.where(a_is_larger, a, b)
     sine = torch.linalg.svdvals(small - (small @ large.mT) @ large).clamp(max=1)
@@ -188,15 +287,28 @@ def principal_angles(a: Tensor, b: Tensor) -> Tensor:
 
 
 def distance(a: Tensor, b: Tensor) -> Tensor:
-    """The length of the shortest geodesic: the 2-norm of the principal angles, (...)."""
+    """Return the length of the shortest geodesic between two subspaces: the 2-norm of their principal angles.
+
+    Args:
+        a: Subspaces (..., K_a, N).
+        b: Subspaces (..., K_b, N).
+
+    Returns:
+        Distances (...) in radians.
+    """
     return torch.linalg.vector_norm(principal_angles(a, b).nan_to_num(nan=0.0), dim=-1)
 
 
 @_in_full_precision
 def align(weight: Tensor, other: Tensor) -> Tensor:
-    """The same subspace as W in that basis which lies closest to the basis of `other` (Procrustes).
+    """Return the basis of W that is closest to the basis of `other` (Procrustes).
 
-    Both have the same dimension; absent rows are then where those of `other` are.
+    Args:
+        weight: Subspaces W, (..., K, N).
+        other: Subspaces of the same dimensions, (..., K, N).
+
+    Returns:
+        The same subspaces as W, (..., K, N), with zero rows where `other` has them.
     """
     present = present_rows(other)
     u, _, vt = torch.linalg.svd(other @ weight.mT + _absent_pairs(present, present_rows(weight)))
@@ -205,10 +317,20 @@ def align(weight: Tensor, other: Tensor) -> Tensor:
 
 @_in_full_precision
 def mean(points: Tensor, max_iterations: int = 200) -> Tensor:
-    """The Fréchet mean of subspaces (..., P, K, N) -> (..., K, N): where the sum of squared distances is least.
+    """Return the Fréchet mean of subspaces: the point with the least sum of squared distances.
 
-    Starts from the dominant directions of the average projector and follows the mean of the logarithms. Averaging
-    bases would be wrong: one subspace in two bases averages to something of lower rank.
+    It starts from the dominant directions of the average projector and follows the mean of the logarithms. Averaging
+    bases would be wrong: two bases of the same subspace average to a lower rank.
+
+    Args:
+        points: P subspaces to average, (..., P, K, N).
+        max_iterations: Largest number of iterations.
+
+    Returns:
+        Subspaces (..., K, N).
+
+    Raises:
+        ValueError: If `points` has fewer than 3 dimensions, or the points have different zero rows.
     """
     if points.ndim < 3:
         raise ValueError(f"mean: need points of shape (..., P, K, N), got {tuple(points.shape)}")
@@ -216,7 +338,7 @@ def mean(points: Tensor, max_iterations: int = 200) -> Tensor:
     if not bool((present == present[..., :1, :]).all()):
         raise ValueError("mean: all points must have the same absent (zero) rows")
     k = points.shape[-2]
-    # The absent rows take the directions of least variance, which have weight 0, and are then zeroed.
+    # Present rows take the leading directions in order. The others are zeroed.
     dims = present[..., 0, :].sum(-1, keepdim=True)
     dominant = torch.linalg.svd(points.flatten(-3, -2), full_matrices=False).Vh[..., :k, :]
     rank = (present[..., 0, :].cumsum(-1) - 1).clamp(min=0)
@@ -234,14 +356,19 @@ def mean(points: Tensor, max_iterations: int = 200) -> Tensor:
 
 
 def cosm1_sinc(x: Tensor, doublings: int | None = None) -> tuple[Tensor, Tensor]:
-    """cos√X − I and sin√X/√X of symmetric positive semidefinite X, (..., K, K), by products alone.
+    """Return cos√X − I and sin√X/√X of symmetric positive semidefinite matrices X, by matmuls alone.
 
-    Both are entire functions of X. A short Taylor polynomial serves ‖X‖ <= 1; larger X are divided by 4^s, that is,
-    the angles by 2^s, and the result doubled s times: sinc ← sinc·cos, cos ← 2cos² − I. cos − I is carried instead
-    of cos so that small angles keep their relative accuracy through the doublings.
+    Both are entire functions of X. A short Taylor polynomial suffices for ‖X‖ <= 1. Larger X are divided by 4^s, the
+    angles by 2^s, and the result is doubled s times: sinc ← sinc·cos, cos ← 2cos² − I. Working with cos − I keeps the
+    relative accuracy of small angles.
 
-    `doublings`, if given, is the number of rounds to run for all matrices, enough for angles up to 2**doublings;
-    otherwise it is read off X, which on a GPU waits for the GPU.
+    Args:
+        x: Matrices X, (..., K, K).
+        doublings: Number of doublings for all matrices, enough for angles up to 2**doublings. None computes it from X,
+            which synchronises with a GPU.
+
+    Returns:
+        Two tensors (..., K, K).
     """
     size = x.diagonal(dim1=-2, dim2=-1).sum(-1)  # the trace: at least the largest eigenvalue
     terms = len(_TAYLOR[x.dtype][0])
@@ -249,12 +376,12 @@ def cosm1_sinc(x: Tensor, doublings: int | None = None) -> tuple[Tensor, Tensor]
         largest = float(size.max()) if size.numel() else 0.0
         doublings = math.ceil(math.log2(largest) / 2) if 1 < largest < math.inf else 0
         while terms > 1 and largest ** (2 * terms - 2) / math.factorial(4 * terms - 4) < torch.finfo(x.dtype).eps / 4:
-            terms -= 1  # small angles need fewer
+            terms -= 1  # small angles need fewer terms
     if doublings:
         needed = (size.log2() / 2).ceil().nan_to_num(nan=0.0, posinf=0.0).clamp(0, doublings)
         x = torch.ldexp(x, -2 * needed[..., None, None])
     # Both polynomials at once, by Horner's rule in X² with two coefficients at a time: a + bX.
-    # The numbers go in as scalars: a tensor of them would have to be copied to a GPU, which a CUDA graph refuses.
+    # The coefficients are Python scalars: copying a tensor to the GPU is not allowed in a CUDA graph.
     eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     even, odd = _TAYLOR[x.dtype]
     pairs = [
@@ -274,7 +401,7 @@ def cosm1_sinc(x: Tensor, doublings: int | None = None) -> tuple[Tensor, Tensor]
 
 
 def _taylor(terms: int) -> list[list[list[float]]]:
-    """Coefficients of cos√x − 1 and sin√x/√x as [even or odd power][power of x²][function]."""
+    """Return the coefficients of cos√x − 1 and sin√x/√x as [even or odd power][power of x²][function]."""
     cosm1 = [0.0] + [(-1) ** j / math.factorial(2 * j) for j in range(1, terms)]
     sinc = [(-1) ** j / math.factorial(2 * j + 1) for j in range(terms)]
     return [[[cosm1[j], sinc[j]] for j in range(parity, terms, 2)] for parity in (0, 1)]
@@ -285,9 +412,9 @@ _TAYLOR = {torch.float32: _taylor(6), torch.float64: _taylor(10)}
 
 
 def _absent_pairs(present: Tensor, other_present: Tensor) -> Tensor:
-    """(..., K, K) with a 1 where the r-th absent row of one meets the r-th absent row of the other.
+    """Return (..., K, K) with a 1 where the r-th absent row of one meets the r-th absent row of the other.
 
-    Added to W Yᵀ it makes the matrix regular without touching the present directions; for W = Y it is diag(absent).
+    Added to W Yᵀ, it makes the matrix regular without changing the present directions. For W = Y it is diag(absent).
     """
     rank, other_rank = (~present).cumsum(-1), (~other_present).cumsum(-1)
     both = ~present.unsqueeze(-1) & ~other_present.unsqueeze(-2)
@@ -295,9 +422,13 @@ def _absent_pairs(present: Tensor, other_present: Tensor) -> Tensor:
 
 
 def gram(rows: Tensor, piece: int = 256) -> Tensor:
-    """W Wᵀ, (..., K, K), summed over pieces of the columns.
+    """Return the Gram matrices W Wᵀ, (..., K, K), summed over blocks of columns.
 
-    One float32 sum over thousands of products is off by 1e-6, which is as much as a basis may be.
+    A single float32 sum over thousands of terms has an error of 1e-6, which is the whole tolerance of orthonormality.
+
+    Args:
+        rows: Tensor (..., K, N).
+        piece: Number of columns per block.
     """
     first, *rest = rows.split(piece, dim=-1)
     total = first @ first.mT
@@ -307,35 +438,35 @@ def gram(rows: Tensor, piece: int = 256) -> Tensor:
 
 
 def _gram(rows: Tensor) -> Tensor:
-    """W Wᵀ with 1 on the diagonal of absent rows, so that it can be factored."""
+    """Return W Wᵀ with 1 on the diagonal of absent rows, so that it can be factored."""
     return gram(rows) + torch.diag_embed((~present_rows(rows)).to(rows.dtype))
 
 
 def _qf(rows: Tensor) -> Tensor:
-    """Gram–Schmidt on rows: W = L Q with L lower triangular of positive diagonal, by Cholesky factors of Gram matrices.
+    """Return Q of W = L Q, with L lower triangular with a positive diagonal, by Cholesky factors of Gram matrices.
 
-    Householder QR is slow in batches on a GPU and flips signs. Three Cholesky passes with a small shift in the first
-    are as accurate (Fukaya et al. 2020); a product of lower triangular factors is again one.
+    Batched Householder QR is slow on a GPU and flips signs. Three Cholesky passes, the first with a small shift, are as
+    accurate (Fukaya et al. 2020). The product of their lower triangular factors is lower triangular.
     """
     shift = rows.shape[-2] * torch.finfo(rows.dtype).eps
     eye = torch.eye(rows.shape[-2], dtype=rows.dtype, device=rows.device)
     for scale in (shift, 0.0, 0.0):
         products = _gram(rows)
         products = products + scale * products.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] * eye
-        # The inverse is applied by a product: a triangular solve of the rows is less accurate, and slower.
+        # Multiplying by the inverse is faster and more accurate than a triangular solve of the rows.
         inverse = torch.linalg.solve_triangular(torch.linalg.cholesky(products), eye.expand_as(products), upper=False)
         rows = inverse @ rows
     return rows
 
 
 def _polar(rows: Tensor) -> Tensor:
-    """(W Wᵀ)^(-1/2) W. The second pass removes what the squared condition number cost the first."""
+    """Return (W Wᵀ)^(-1/2) W. The second pass removes the error of the first, due to the squared condition number."""
     present = present_rows(rows).unsqueeze(-1)
     for _ in range(2):
         eigenvalue, eigenvector = torch.linalg.eigh(_gram(rows))
         smallest = rows.shape[-2] * torch.finfo(rows.dtype).eps * eigenvalue[..., -1:]
         if not bool((eigenvalue > smallest).all()):
             raise ValueError("orthonormalize: the rows of a subspace are linearly dependent or not finite")
-        # Eigenvectors of an eigenvalue 1 may mix present and absent rows, by a rounding error: hence the mask.
+        # Eigenvectors for the eigenvalue 1 may mix present and absent rows by a rounding error: hence the mask.
         rows = (eigenvector * eigenvalue.rsqrt().unsqueeze(-2)) @ eigenvector.mT @ rows * present
     return rows

@@ -1,6 +1,7 @@
-"""The training loss of a whole model, with the target handed to the head inside the model's forward; criteria by name.
+"""The training loss of a whole model, which passes the target to the head inside the model's forward.
 
-The criteria are those of the paper's Section 5.2: softmax cross-entropy, with label smoothing, and sigmoid BCE.
+It also creates criteria by name, those of the paper's Section 5.2: softmax cross-entropy, with or without label
+smoothing, and sigmoid BCE.
 """
 
 import warnings
@@ -25,17 +26,36 @@ from grassy.spelling import nearest
 def classification_loss(
     model: nn.Module, inputs: Any, target: Tensor, criterion: Criterion | str | None = None
 ) -> Tensor:
-    """The loss of `model(inputs)` against `target`, for any head; criterion is cross-entropy unless given.
+    """Compute the training loss of a model with any head.
 
-    The model, wrapped in DDP or torch.compile or not, is called once: `model(inputs)`, or `model(**inputs)` if
-    inputs is a mapping, as a Hugging Face processor gives. Heads that use the target (margin heads, or those with a
-    loss of their own) get it there. For all others the result is `criterion(model(inputs), target)`.
+    It calls the model once and passes the target to heads that use it: margin heads and heads with a loss of their own.
+    For all other heads the result is `criterion(model(inputs), target)`. The model may be wrapped in DDP, FSDP or
+    `torch.compile`.
 
-    The classes of a head are the last axis of its logits: the loss of logits (B, T, C) is that of all T tokens. They
-    are the second axis where the head replaces a 1x1 convolution, as they were before, and in models without a head.
+    A head puts the classes into the last dimension of its logits: for logits (B, T, C) the loss covers all T tokens.
+    The classes are dimension 1 in a model without a head, and where the head replaces a 1x1 convolution.
 
-    target: class indices (B,), or (B, T) of T tokens each, or probabilities (B, C) as mixup gives, for criteria and
-        heads that take them.
+    Args:
+        model: The model, in training or evaluation mode.
+        inputs: The argument of the model. A mapping, as returned by a Hugging Face processor, is passed as
+            `model(**inputs)`, without the key "labels".
+        target: Class indices (B,), or (B, T) for T tokens. Or probabilities (B, C), as produced by mixup, if head and
+            criterion accept them.
+        criterion: A callable `criterion(logits, target)` or a name for `create_criterion`. None means cross-entropy.
+
+    Returns:
+        The loss, usually a scalar.
+
+    Raises:
+        TypeError: If `target` is not a tensor, or the output of the model holds no logits.
+        ValueError: If the target does not fit the head, such as a label out of range.
+
+    Examples:
+        >>> import torch, grassy
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+        >>> head = grassy.replace_head(model, "arcface")
+        >>> loss = grassy.classification_loss(model, torch.randn(8, 32), torch.randint(10, (8,)))
+        >>> loss.backward()
     """
     if criterion is None:
         criterion = F.cross_entropy
@@ -56,19 +76,19 @@ def classification_loss(
     needing = [head for head in heads if head.needs(request)]
     if needing and isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
         raise ValueError(
-            f"{type(needing[0]).__name__} needs the target, which nn.DataParallel does not divide among its devices: "
+            f"{type(needing[0]).__name__} needs the target, which nn.DataParallel does not split over its devices: "
             "use DistributedDataParallel"
         )
     compiled = not torch.compiler.is_compiling() and any(is_compiled(module) for module in model.modules())
     with delivered([head.inbox for head in heads], request, take_turns=compiled):
-        if isinstance(inputs, Mapping):  # labels among them would make a Hugging Face model compute its own loss
+        if isinstance(inputs, Mapping):  # with labels, a Hugging Face model would compute its own loss
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
         else:
             outputs = model(inputs)
         without_gradient = [head for head in needing if head.inbox.compiled_without_gradient] if compiled else []
     results = _tensors(outputs, len(heads))
     if answering := [head for head in heads if head.answers_with_loss(request)]:
-        # A model may flatten what it takes for logits.
+        # The model may have flattened the loss as if it were logits.
         losses = [loss.reshape(()) if loss.numel() == 1 else _refuse(loss, answering) for loss in results]
     else:
         apply = with_classes_last if _classes_are_last(model, heads, results) else _as_it_is
@@ -81,7 +101,7 @@ def classification_loss(
 
 
 def _tensors(outputs: Any, heads: int) -> list[Tensor]:
-    """The logits, or losses, of a model's output: one; or one a head, as a distilled model gives in training."""
+    """Return the logits or losses in a model's output: one, or one per head, as in training a distilled model."""
     if isinstance(outputs, Tensor):
         return [outputs]
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
@@ -94,14 +114,14 @@ def _tensors(outputs: Any, heads: int) -> list[Tensor]:
     size = f" of length {len(outputs)}" if isinstance(outputs, tuple | list) else ""
     raise TypeError(
         f"cannot find logits in the model's output, a {kind}{size}: it must be a tensor, have a field 'logits', or be "
-        "a tuple with one tensor a head"
+        "a tuple with one tensor per head"
     )
 
 
 def _classes_are_last(model: nn.Module, heads: list[Head], results: list[Tensor]) -> bool:
-    """Whether the logits of a model have the classes on their last axis, as heads give them.
+    """Whether the logits of a model have the classes in their last dimension, as heads return them.
 
-    They do not in a model without heads, on a map, and where the model has moved them: the last axis tells.
+    They do not in a model without heads, on a feature map, and where the model has moved the dimension.
     """
     if not heads or not all(logits.shape[-1:] == (heads[0].num_classes,) for logits in results):
         return False
@@ -115,21 +135,27 @@ def _as_it_is(criterion: Criterion, logits: Tensor, target: Tensor) -> Tensor:
 
 def _refuse(loss: Tensor, heads: list[Head]) -> NoReturn:
     names = ", ".join(sorted({type(head).__name__ for head in heads}))
-    raise TypeError(f"{names} computes its loss itself, but the model made a tensor {tuple(loss.shape)} of it")
+    raise TypeError(f"{names} computes its loss itself, but the model reshaped it to {tuple(loss.shape)}")
 
 
 def _is_binary_cross_entropy(criterion: Callable[..., Tensor]) -> bool:
-    """Whether a criterion puts logits through a sigmoid: grassy's, torch's or timm's."""
+    """Whether a criterion of grassy, torch or timm applies a sigmoid to the logits."""
     names = {cls.__name__ for cls in type(criterion).__mro__} | {getattr(criterion, "__name__", "")}
     return bool(names & {"BinaryCrossEntropy", "BCEWithLogitsLoss", "binary_cross_entropy_with_logits"})
 
 
 class BinaryCrossEntropy(nn.Module):
-    """Sigmoid cross-entropy of each class against all others (Beyer et al. 2020), for indices or soft targets.
+    """Sigmoid cross-entropy of each class against all others (Beyer et al. 2020), averaged over the batch.
 
-    reduction: over classes, "sum", whose gradients are of the size of softmax cross-entropy's, or "mean", as timm and
-        the RSB recipes have it. The mean is taken over the batch.
-    ignore_index: labels of this value do not count, as in `nn.CrossEntropyLoss`.
+    The target holds class indices (B,) or probabilities (B, C).
+
+    Args:
+        reduction: Reduction over the classes. "sum" has gradients of the size of softmax cross-entropy. "mean" is what
+            timm and the RSB recipes use.
+        ignore_index: Labels with this value do not count, as in `nn.CrossEntropyLoss`.
+
+    Raises:
+        ValueError: If `reduction` is unknown.
     """
 
     def __init__(self, reduction: Literal["sum", "mean"] = "sum", ignore_index: int = -100) -> None:
@@ -164,7 +190,23 @@ CRITERIA: dict[str, Callable[..., nn.Module]] = {
 
 
 def create_criterion(name: str, **options: Any) -> nn.Module:
-    """The criterion registered under `name`: "cross-entropy", "label-smoothing" (0.1) or "bce"."""
+    """Create a criterion by name.
+
+    Args:
+        name: "cross-entropy", "label-smoothing" (0.1 by default) or "bce".
+        **options: Options of the criterion, such as `smoothing=0.2` or `ignore_index=255`.
+
+    Returns:
+        A module that maps logits (B, C) and a target to a scalar loss.
+
+    Raises:
+        ValueError: If the criterion is unknown.
+
+    Examples:
+        >>> import grassy
+        >>> grassy.create_criterion("label-smoothing", smoothing=0.2).label_smoothing
+        0.2
+    """
     if name not in CRITERIA:
         raise ValueError(f"unknown criterion {name!r}{nearest(name, CRITERIA)}; known: {', '.join(sorted(CRITERIA))}")
     return CRITERIA[name](**options)

@@ -1,8 +1,8 @@
 """Find the classifier of a model and replace it by a head.
 
-What a library says about its own models is believed first (timm names the classifier of each model); everything else
-goes by the structure of the module tree. Where that leaves a doubt, an error names the candidates: surgery on a wrong
-layer would train without complaint.
+The search first uses what a library says about its own models: timm names the classifier of each. For other models it
+uses the structure of the module tree. If several layers are possible, an error names the candidates, because training
+with the wrong layer replaced would raise no error.
 """
 
 import re
@@ -20,7 +20,7 @@ __all__ = ["HeadOnMap", "find_classifiers", "replace_head"]
 
 Layers = dict[str, nn.Module]  # by dotted name
 
-# Names that timm, torchvision and Hugging Face give to what holds the classifier: "fc", "heads", "cls_classifier"...
+# Names of classifiers, and of modules that contain them, in timm, torchvision and Hugging Face.
 _CONVENTIONAL = re.compile(r"(^|_)(fc|heads?|classif(ier)?s?|predictor|last_linear)(_dist(ill(ation)?)?)?$")
 _DISTILLED = re.compile(r"(^|_)dist(ill(ation)?)?(_|$)")
 _AUXILIARY = re.compile(r"(^|_)aux", re.IGNORECASE)  # torchvision's Inception and GoogLeNet
@@ -31,17 +31,37 @@ _ALLOWED = "an nn.Linear, a 1x1 convolution or a grassy head"
 def replace_head(
     model: nn.Module, name: str, num_classes: int | None = None, classifier: str | None = None, **options: Any
 ) -> Head:
-    """Replace the classifier of an image classifier by `create_head(name, ...)`, in place, and return the new head.
+    """Replace the classifier of a model by a new head, in place.
 
-    num_classes: None keeps the number that the classifier has.
-    classifier: the dotted name of the layer to replace, such as "backbone.fc", where the search finds none or several.
-    options: of the head, such as k=8.
+    The new head has the device, dtype and train/eval mode of the old layer. `num_classes`, `num_labels` and
+    `config.num_labels` of the enclosing modules are updated. The config of a Hugging Face model describes the head.
 
-    The new head has the device, dtype and train/eval mode of the old layer; `num_classes`, `num_labels` and
-    `config.num_labels` of the modules around it follow, and the config of a model of transformers describes the head. A
-    1x1 convolution gives way to a `HeadOnMap` around the head. A model with several classifiers by design (a distilled
-    DeiT, a CrossViT) gets as many heads: the first is returned, and `grassy.heads.heads_of(model)` gives all. Auxiliary
-    classifiers (Inception's AuxLogits) stay. If an error is raised, the model has not been changed.
+    A 1x1 convolution is replaced by a `HeadOnMap` around the head. A model with several classifiers by design, such as
+    a distilled DeiT or a CrossViT, gets one head for each: `grassy.heads.heads_of(model)` lists them. Auxiliary
+    classifiers (Inception's AuxLogits) stay. After an error the model is unchanged.
+
+    Args:
+        model: A classifier of timm, torchvision or Hugging Face, or your own.
+        name: Name of the head, as in `create_head`.
+        num_classes: Number of classes C. None keeps that of the classifier.
+        classifier: Dotted name of the layer to replace, such as "backbone.fc". Needed if the search finds none or
+            several.
+        **options: Options of the head, such as `k=8`.
+
+    Returns:
+        The new head, or the first of several.
+
+    Raises:
+        TypeError: If `model` is not a module.
+        ValueError: If the search finds no classifier or several, or the layer cannot be replaced. Also if the head or
+            an option is unknown.
+
+    Examples:
+        >>> import torch, grassy
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+        >>> head = grassy.replace_head(model, "grassmann", k=4)
+        >>> model[-1] is head, model(torch.randn(8, 32)).shape
+        (True, torch.Size([8, 10]))
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
@@ -66,7 +86,17 @@ def replace_head(
 
 
 def find_classifiers(model: nn.Module) -> Layers:
-    """The layers, by dotted name, that turn features into logits: what `replace_head` would replace."""
+    """Return the layers that `replace_head` would replace, by dotted name.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        A dict, empty if there is no classifier.
+
+    Raises:
+        ValueError: If several layers could be the classifier.
+    """
     return _find(model, "", convolutions=True)
 
 
@@ -86,13 +116,14 @@ def _named(model: nn.Module, classifier: str) -> Layers:
 
 
 def _find(module: nn.Module, path: str, convolutions: bool) -> Layers:
-    """The classifier inside `module`, whose dotted name is `path`; empty if there is none.
+    """Return the classifier inside `module`, whose dotted name is `path`; empty if there is none.
 
-    convolutions: whether a 1x1 convolution counts. Backbones are full of them, so only where a classifier is expected.
+    `convolutions` says whether a 1x1 convolution counts. Backbones are full of them, so they count only where a
+    classifier is expected.
     """
     if _is_linear(module) or (convolutions and _is_pointwise(module)):
         return {path: module}
-    if _declared_classes(module) == 0:  # timm and Hugging Face: the features alone
+    if _declared_classes(module) == 0:  # timm and Hugging Face: no classifier
         return {}
     named = _named_by_timm(module)
     if named:
@@ -111,32 +142,32 @@ def _find(module: nn.Module, path: str, convolutions: bool) -> Layers:
     declared = _declared_classes(module)
     if expected & found.keys():
         return _choose(found, declared)
-    # From here on the evidence is weak, for a backbone has Linears too. The declared number tells them apart.
+    # From here on the evidence is weak, since backbones have linear layers too: compare with the declared classes.
     guess = _choose(found, declared) if found else {} if taken_out else _last_of_sequence(module, path, False)
     return guess if declared is None or all(_widths(layer)[1] == declared for layer in guess.values()) else {}
 
 
 def _last_of_sequence(module: nn.Module, path: str, convolutions: bool) -> Layers:
-    """The classifier inside the last child that has one."""
+    """Return the classifier inside the last child that has one."""
     for name, child in reversed(list(module.named_children())):
         if _AUXILIARY.search(name):
             continue
         found = _find(child, _join(path, name), convolutions and _is_pointwise(child))
         if found:
             return found
-        if any(True for _ in child.parameters()):  # a convolution before other layers does not give the logits
+        if any(True for _ in child.parameters()):  # a convolution before other layers is no classifier
             convolutions = False
     return {}
 
 
 def _choose(found: dict[str, Layers], declared: int | None) -> Layers:
-    """Out of what sibling modules hold, by their names, that which gives the logits; ValueError if it is not clear."""
+    """Choose the classifier among the layers found in sibling modules. Raises ValueError if it is ambiguous."""
     if len(found) == 1:
         return next(iter(found.values()))
     distilled = _merge(layers for name, layers in found.items() if _DISTILLED.search(name))
     plain = _merge(layers for name, layers in found.items() if not _DISTILLED.search(name)) or distilled
     layers = list(plain.values())
-    # fc1, fc2, fc3: what has the width of a later one's input feeds it. Ends of chains remain.
+    # In fc1, fc2, fc3, a layer whose output width is the input width of a later one feeds it. Ends of chains remain.
     feeds = [any(_widths(later)[0] == _widths(layer)[1] for later in layers[i:]) for i, layer in enumerate(layers, 1)]
     ends = {path: layer for (path, layer), feeding in zip(plain.items(), feeds, strict=True) if not feeding}
     if len(ends) > 1 and declared is not None:
@@ -160,16 +191,16 @@ def _check_replaceable(model: nn.Module, path: str, layer: nn.Module) -> None:
 
 
 def _check_that_no_adapters_are_there(model: nn.Module) -> None:
-    """PEFT trains a copy of the classifier and keeps the original, which would be the one to be replaced."""
+    """PEFT trains a copy of the classifier and keeps the original, so replacing the original has no effect."""
     if any(type(module).__module__.split(".")[0] == "peft" for module in model.modules()):
         raise ValueError(
-            f"{type(model).__name__} has adapters of PEFT already, which trains a copy of the classifier: call "
+            f"{type(model).__name__} has PEFT adapters already, and PEFT trains a copy of the classifier: call "
             "grassy.replace_head first, then get_peft_model with the classifier in modules_to_save"
         )
 
 
 def _check_that_nothing_follows(model: nn.Module, path: str, head: Head) -> None:
-    """A head with a loss of its own gives a loss where the model expects logits: a softmax of it would be constant."""
+    """A head with a loss of its own returns it in place of logits: a softmax after it would be constant."""
     for depth, parent in enumerate(_ancestors(model, path)):
         if head.has_own_loss() and isinstance(parent, nn.Sequential):
             names = list(parent._modules)
@@ -193,12 +224,12 @@ def _head_like(layer: nn.Module, name: str, num_classes: int | None, options: di
 def _put_in_place(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if child is old:  # under every name that it has
+            if child is old:  # a shared module has several names
                 parent._modules[name] = new
 
 
 def _named_by_timm(module: nn.Module) -> list[str]:
-    """What timm says is the classifier, one name or several, as far as it is there: some are only if distilled."""
+    """Return the names that timm declares for the classifier and that exist: some exist only in distilled models."""
     config = vars(module).get("pretrained_cfg") or vars(module).get("default_cfg")
     named = config.get("classifier") if isinstance(config, dict) else getattr(config, "classifier", None)
     if not named:
@@ -210,7 +241,7 @@ def _named_by_timm(module: nn.Module) -> list[str]:
 
 
 def _declared_classes(module: nn.Module) -> int | None:
-    own = vars(module)  # what the module itself stores: a property would compute it
+    own = vars(module)  # stored values only: a property would compute something
     numbers = (own.get("num_classes"), own.get("num_labels"), getattr(own.get("config"), "num_labels", None))
     return next((number for number in numbers if isinstance(number, int)), None)
 
@@ -225,7 +256,7 @@ def _declare_classes(module: nn.Module, number: int) -> None:
 
 
 def _describe_in_config(module: nn.Module, head: Head, classifier: str | None) -> None:
-    """Tell the config of a model of transformers about its head, so that `save_pretrained` writes it."""
+    """Describe the head in the config of a Hugging Face model, so that `save_pretrained` writes it."""
     config = vars(module).get("config")
     if isinstance(getattr(config, "num_labels", None), int) and hasattr(config, "to_json_string"):
         where = {} if classifier is None else {"classifier": classifier.removesuffix(".head")}
@@ -244,7 +275,7 @@ def _is_pointwise(module: nn.Module) -> bool:
 
 
 def _widths(layer: nn.Module) -> tuple[int, int]:
-    """Width of the features in, number of logits out."""
+    """Return the number of input features and of logits."""
     if isinstance(layer, Head):
         return layer.in_features, layer.num_classes
     if isinstance(layer, nn.Linear):

@@ -212,7 +212,7 @@ def test_numbers_that_make_no_sense_are_refused_and_those_of_numpy_taken():
     for value in (numpy.array([9.0, 9.5]), torch.tensor(True), numpy.True_, torch.ones(2)):
         with pytest.raises(ValueError, match="gamma must be positive or 'auto', got"):
             grassy.GrassmannHead(8, 3, k=2, gamma=value)
-    with pytest.raises(TypeError, match="give learnable_gamma=True"):
+    with pytest.raises(TypeError, match="pass learnable_gamma=True"):
         grassy.GrassmannHead(8, 3, k=2, gamma=nn.Parameter(torch.tensor(9.0)))
     for k in (True, [2, True, 2], 0, 2.0):
         with pytest.raises(ValueError, match="k must be a positive integer, got"):

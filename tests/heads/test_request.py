@@ -292,5 +292,5 @@ def test_data_parallel_which_would_lose_the_target_is_refused():
     model, (x, y) = nn.DataParallel(nn.Sequential(nn.Linear(3, N), grassy.create_head("arcface", N, C))), batch()
     assert grassy.classification_loss(model, x, y).isfinite()
     model.device_ids = [0, 1]
-    with pytest.raises(ValueError, match=r"ArcFaceHead needs the target, which nn.DataParallel does not divide"):
+    with pytest.raises(ValueError, match=r"ArcFaceHead needs the target, which nn.DataParallel does not split"):
         grassy.classification_loss(model, x, y)

@@ -265,7 +265,7 @@ def test_norms_of_any_shape_and_biases_of_any_name_are_not_decayed():
     (decayed,) = [group["params"] for group in optimizer.param_groups if group["weight_decay"]]
     assert len(decayed) == 1
     assert decayed[0] is model.fc.weight
-    with pytest.raises(ValueError, match="Rprop knows no weight_decay"):
+    with pytest.raises(ValueError, match="Rprop has no weight_decay"):
         grassy.make_optimizer(model, torch.optim.Rprop, lr=0.1, weight_decay=0.1)
 
 

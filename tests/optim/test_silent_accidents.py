@@ -139,7 +139,7 @@ def test_a_factor_is_saved_and_a_state_without_one_goes_on_as_it_was(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"head_lr": 0.1, "head_lr_factor": 10}, "give head_lr or head_lr_factor, not both"),
+        ({"head_lr": 0.1, "head_lr_factor": 10}, "pass head_lr or head_lr_factor, not both"),
         ({"head_lr_factor": -1}, "head_lr_factor must be a finite number >= 0, got -1"),
         ({"head_lr_factor": float("nan")}, "head_lr_factor must be a finite number"),
         ({"head_lr_factor": "10"}, "head_lr_factor must be a finite number"),

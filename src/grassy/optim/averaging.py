@@ -1,8 +1,8 @@
 """An exponential moving average of a model whose subspaces stay subspaces.
 
-The average of two bases is not a basis of anything: one subspace in two bases may even average to zero. So the
-averaged basis is first rotated, within its subspace, to lie as close to the current one as it can (Procrustes), then
-averaged with it like any other parameter, and the result made orthonormal again (its polar factor).
+Averaging two bases entry by entry is wrong: two bases of the same subspace may even average to zero. So each update has
+three steps. It rotates the averaged basis within its subspace, as close as possible to the current basis (Procrustes).
+It averages the two like any other parameter. It orthonormalises the result (polar factor).
 """
 
 from numbers import Real
@@ -19,13 +19,30 @@ from grassy.subspaces import named_subspaces
 
 
 class AveragedModel(swa_utils.AveragedModel):
-    """`torch.optim.swa_utils.AveragedModel` for models with subspaces, and a stand-in for timm's `ModelEmaV3`.
+    """Keeps an exponential moving average (EMA) of a model, in which subspaces stay subspaces.
 
-    decay: weight of the old average in an update. None makes it the plain mean of all updates (SWA).
-    use_buffers: average floating point buffers, such as batch statistics, too (as timm does); else copy them.
-    use_warmup, warmup_gamma, warmup_power, update_after_step: as in timm, for `update(model, step)`.
+    It extends `torch.optim.swa_utils.AveragedModel` and can replace timm's `ModelEmaV3`. Torch calls the update
+    `update_parameters(model)`, timm calls it `update(model, step)`: both work here.
 
-    `update_parameters(model)` and `update(model, step)` are torch's and timm's names for the same thing.
+    Args:
+        model: The model to average. It is copied.
+        decay: Weight of the old average in an update, in [0, 1). None gives the plain mean of all updates (SWA).
+        device: Device of the averaged model. None keeps the device of `model`.
+        use_buffers: Average floating-point buffers such as batch statistics too, as timm does. False copies them.
+        use_warmup: Increase the decay over the first updates, as timm does. Needs `update(model, step)`.
+        warmup_gamma: Parameter γ of the warm-up decay 1 − (1 + step/γ)^−power.
+        warmup_power: Exponent of the warm-up decay.
+        update_after_step: Copy the model until this step, then start to average. Needs `update(model, step)`.
+
+    Raises:
+        ValueError: If `decay` is out of range.
+
+    Examples:
+        >>> import torch, grassy
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), grassy.GrassmannHead(64, 10, k=4))
+        >>> average = grassy.AveragedModel(model, decay=0.999)
+        >>> average.update_parameters(model)  # after each optimizer.step()
+        >>> logits = average(torch.randn(8, 64))
     """
 
     def __init__(
@@ -48,7 +65,7 @@ class AveragedModel(swa_utils.AveragedModel):
         self._step: int | None = None
 
     def get_decay(self, step: int | None = None) -> float:
-        """The weight of the old average in update number `step`, counted from 1 as timm does."""
+        """Return the weight of the old average in update number `step`, counted from 1 as in timm."""
         if self.decay is None:
             return 1 - 1 / (int(self.n_averaged) + 1)
         if step is None:
@@ -62,6 +79,14 @@ class AveragedModel(swa_utils.AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
+        """Update the average with the current parameters of the model.
+
+        Args:
+            model: The trained model, with the same architecture as the averaged one.
+
+        Raises:
+            ValueError: If the subspaces of the model differ in number or shape from the averaged ones.
+        """
         averages, currents = _subspaces(self.module), _subspaces(model)
         if [w.shape for w in averages] != [w.shape for w in currents]:
             raise ValueError("the model's subspaces differ in number or shape from those that are being averaged")
@@ -72,7 +97,12 @@ class AveragedModel(swa_utils.AveragedModel):
             average.copy_(_polar_factor(average))
 
     def update(self, model: nn.Module, step: int | None = None) -> None:
-        """`update_parameters` under timm's name, with the number of the update for the warm-up."""
+        """Update the average as in timm.
+
+        Args:
+            model: The trained model, with the same architecture as the averaged one.
+            step: Number of the update, for the warm-up and `update_after_step`.
+        """
         self._step = step
         try:
             self.update_parameters(model)
@@ -81,16 +111,16 @@ class AveragedModel(swa_utils.AveragedModel):
 
     @torch.no_grad()
     def set(self, model: nn.Module) -> None:
-        """Forget the average and start again from the model."""
+        """Discard the average and start again from the model."""
         self.module.load_state_dict(model.state_dict())
         self.n_averaged.zero_()  # the next update copies
 
     def _lerp(self, averages: list[Tensor], currents: list[Tensor], _: Any) -> None:
-        # Of weights that are divided over processes, each averages its own; torch does not take them with others.
+        # Each process averages its shard, since _foreach functions cannot mix DTensors with plain tensors.
         averages, currents = ([local(tensor) for tensor in tensors] for tensors in (averages, currents))
         if averages[0].is_floating_point():
             torch._foreach_lerp_(averages, currents, 1 - self.get_decay(self._step))
-        else:  # counters are not averaged
+        else:  # integer counters are copied
             torch._foreach_copy_(averages, currents)
 
 
@@ -99,9 +129,10 @@ def _subspaces(model: nn.Module) -> list[Tensor]:
 
 
 def _polar_factor(m: Tensor) -> Tensor:
-    """The polar factor of an average of two aligned bases, by Newton–Schulz iterations; zero rows stay.
+    """Return the polar factor of an average of two aligned bases, by Newton–Schulz iterations. Zero rows stay zero.
 
-    Aligned bases are nowhere more than 90° apart, so no singular value is below 1/√2, and six iterations converge.
+    Aligned bases differ by at most 90° in every direction. So all singular values are at least 1/√2, for which six
+    iterations converge.
     """
     with exact_products(m):
         for _ in range(6):

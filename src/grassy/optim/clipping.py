@@ -15,11 +15,30 @@ _BLOCK_BYTES = 2**24
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
-    """Scale all gradients of the model so that their global norm is at most `max_norm`; returns the norm before.
+    """Scale all gradients of the model so that their global norm is at most `max_norm`.
 
-    For subspaces the norm is that of the Riemannian gradient, since the part of the gradient within a class subspace
-    moves nothing. Classes with a non-finite gradient, which the optimizer skips, do not count; with
-    `error_if_nonfinite` any such gradient is a RuntimeError, for which a GPU has to be waited for.
+    Use it in place of `torch.nn.utils.clip_grad_norm_`. Subspaces contribute the norm of their Riemannian gradient,
+    because the gradient component within a class subspace has no effect. Classes with a non-finite gradient contribute
+    nothing, since the optimizer skips them.
+
+    Args:
+        model: The model, not its parameters: it knows which of them are subspaces.
+        max_norm: Largest global 2-norm.
+        error_if_nonfinite: Raise if any gradient is non-finite. This synchronises with the GPU.
+
+    Returns:
+        The norm before clipping, a scalar tensor.
+
+    Raises:
+        TypeError: If `model` is not an `nn.Module`.
+        ValueError: If `max_norm` is negative or not a number.
+        RuntimeError: If `error_if_nonfinite` is set and a gradient holds a NaN or an Inf.
+
+    Examples:
+        >>> import torch, grassy
+        >>> model = grassy.GrassmannHead(64, 10, k=4)
+        >>> model(torch.randn(8, 64)).sum().backward()
+        >>> norm = grassy.clip_grad_norm_(model, max_norm=1.0)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"clip_grad_norm_ takes the model, which knows its subspaces, got {type(model).__name__}")
@@ -29,12 +48,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, error_if_nonfinite: bool 
     with_grad = [p for p in model.parameters() if p.grad is not None or gradient_of_some(p) is not None]
     if not with_grad:
         return torch.zeros(())
-    # What is divided over the same processes is taken together: torch has no norm of divided and plain gradients.
+    # Parameters are grouped by the processes that shard them: torch cannot mix DTensors and plain tensors in a norm.
     together: dict[tuple[Any, ...], list[nn.Parameter]] = {}
     for p in with_grad:
         together.setdefault(tuple(shards.groups_of(p)), []).append(p)
     if error_if_nonfinite and any(_holds_nonfinite(params, groups) for groups, params in together.items()):
-        raise RuntimeError("a gradient holds a NaN or an Inf, so that its norm cannot be clipped")
+        raise RuntimeError("a gradient holds a NaN or an Inf, so the norm cannot be clipped")
     parts = [_norms_of_all(params, subspaces, groups) for groups, params in together.items()]
     total = _norm(torch.cat([part.to(parts[0]) for part in parts]))
     plain = [p for p in with_grad if not shards.is_distributed(p) and p.grad is not None]
@@ -48,7 +67,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, error_if_nonfinite: bool 
 
 
 def _here(p: nn.Parameter) -> tuple[Tensor, Tensor]:
-    """The weight and the gradient that this process holds, of all its classes or of those that have got a gradient."""
+    """Return the local weight and gradient: of all classes, or of the sampled classes that have a gradient."""
     weight = shards.local(p.detach())
     if p.grad is not None:
         return weight, shards.local(p.grad)
@@ -57,7 +76,7 @@ def _here(p: nn.Parameter) -> tuple[Tensor, Tensor]:
 
 
 def _holds_nonfinite(params: list[nn.Parameter], groups: tuple[Any, ...]) -> bool:
-    """Whether a gradient of parameters that are divided over the same processes is not finite, in any process."""
+    """Whether any of the parameters, sharded over the same groups, has a non-finite gradient in any process."""
     grads = [_here(p)[1] for p in params]
     bad = torch.stack([(~grad.isfinite()).any().to(grads[0].device) for grad in grads]).any().to(torch.uint8).reshape(1)
     for group in groups:
@@ -66,9 +85,9 @@ def _holds_nonfinite(params: list[nn.Parameter], groups: tuple[Any, ...]) -> boo
 
 
 def _norms_of_all(params: list[nn.Parameter], subspaces: set[int], groups: tuple[Any, ...]) -> Tensor:
-    """Norms of the gradients of parameters that are divided over the same processes, one for each of these.
+    """Return the norm of the gradients in each process, for parameters that are sharded over the same groups.
 
-    As a vector, and not a sum of squares, which may overflow.
+    It returns a vector of norms and not a sum of squares, which may overflow.
     """
     pairs = [(p, *_here(p)) for p in params]
     norms = [_riemannian_norm(w, grad) for p, w, grad in pairs if id(p) in subspaces]
@@ -81,9 +100,9 @@ def _norms_of_all(params: list[nn.Parameter], subspaces: set[int], groups: tuple
 
 
 def _riemannian_norm(weight: Tensor, grad: Tensor) -> Tensor:
-    """‖D − (D Wᵀ) W‖ over the finite classes. A difference of squares would cancel.
+    """Return ‖D − (D Wᵀ) W‖ over the classes with a finite gradient. A difference of squares would cancel.
 
-    Each class is scaled by its largest element first: a gradient that is finite counts, even if its square overflows.
+    It scales each class by its largest element first, so that the square of a finite gradient cannot overflow.
     """
     if not weight.numel():  # a process without classes
         return weight.new_zeros(())
@@ -99,6 +118,6 @@ def _riemannian_norm(weight: Tensor, grad: Tensor) -> Tensor:
 
 
 def _norm(values: Tensor) -> Tensor:
-    """The norm of a vector, whose squares may overflow; not finite if an element is not."""
+    """Return the 2-norm of a vector whose squares may overflow. It is non-finite if an element is."""
     largest = values.max().clamp_min(torch.finfo(values.dtype).tiny)
     return torch.where(largest.isfinite(), largest * torch.linalg.vector_norm(values / largest), largest)

@@ -1,4 +1,4 @@
-"""One ordinary optimizer for a whole model: Riemannian SGD on its subspaces, any other optimizer on the rest."""
+"""One optimizer for a whole model: Riemannian SGD for its subspaces, any other optimizer for the rest."""
 
 import functools
 import inspect
@@ -17,7 +17,7 @@ from grassy.spelling import nearest
 from grassy.subspaces import named_subspaces
 from grassy.torchvision_import import import_torchvision
 
-#: The visible key of a parameter group that says which of the two updates it gets.
+#: Key of a parameter group that selects its update.
 MANIFOLD = "manifold"
 GRASSMANN, EUCLIDEAN = "grassmann", "euclidean"
 
@@ -39,23 +39,49 @@ def make_optimizer(
     layer_decay: float | None = None,
     **base_options: Any,
 ) -> "JointOptimizer":
-    """An optimizer for all trainable parameters of the model.
+    """Create one optimizer for all trainable parameters of a model.
 
-    base: "sgd", "adamw", "adam" (torch's), "lamb" or any other name timm knows, or an optimizer class; it gets
-        `base_options` as they are.
-    head_lr: learning rate of the subspaces. None means `lr` for SGD and 0.1 for any other base, whose learning rates
-        would hardly move a subspace.
-    head_lr_factor: instead of `head_lr`, how many times larger than `lr` it is. All groups then have the rate `lr`, and
-        the step multiplies: for tools that write one learning rate into all groups.
-    weight_decay: for matrices only. Biases, norms and other vectors, what the model's `no_weight_decay()` names, and
-        subspaces are not decayed.
-    decay_all: decay everything but the subspaces, as plain torch optimizers do.
-    layer_decay: the learning rate of each earlier layer group of a timm model is lower by this factor.
-    retraction, transport, max_angle, bfloat16_momentum (of the subspaces): see `RiemannianSGD`.
+    Riemannian SGD updates the subspaces, the base optimizer all other parameters. A model without subspaces works too.
 
-    Each group has a key "manifold", "euclidean" or "grassmann". Schedulers that multiply keep head_lr/lr constant.
-    Those that set absolute values (OneCycleLR, SWALR, Lightning's LearningRateFinder, timm's warmup_lr_init and lr_min)
-    give the subspaces the rate of the rest: with them use `head_lr_factor`.
+    Each parameter group has a key "manifold" with the value "euclidean" or "grassmann". Schedulers that multiply the
+    learning rates keep head_lr/lr constant. Schedulers that set absolute values would give the subspaces the learning
+    rate of the rest: pass `head_lr_factor` with them. Examples are OneCycleLR, SWALR, Lightning's LearningRateFinder,
+    and timm's `warmup_lr_init` and `lr_min`.
+
+    Args:
+        model: The model, not its parameters: it knows which of them are subspaces.
+        base: The optimizer of all other parameters: "sgd", "adamw" or "adam" (torch's), any name that timm knows, such
+            as "lamb", or an optimizer class.
+        lr: Learning rate of the base optimizer.
+        head_lr: Learning rate of the subspaces. None means `lr` for SGD and 0.1 for any other base, whose usual
+            learning rates would hardly move a subspace.
+        head_momentum: Momentum factor of the subspaces.
+        head_lr_factor: Ratio head_lr/lr, in place of `head_lr`. All groups then show the learning rate `lr`, and the
+            step multiplies it. Use it with tools that write one learning rate into all groups.
+        retraction: See `RiemannianSGD`.
+        transport: See `RiemannianSGD`.
+        max_angle: See `RiemannianSGD`.
+        bfloat16_momentum: See `RiemannianSGD`.
+        weight_decay: Weight decay of matrices. It does not apply to subspaces, biases, norms, other vectors, and
+            parameters that `no_weight_decay()` of the model names.
+        decay_all: Decay everything except the subspaces, as plain torch optimizers do.
+        layer_decay: Factor in (0, 1] per layer group: earlier groups of a timm model get lower learning rates.
+        **base_options: Options of the base optimizer, such as `betas`.
+
+    Returns:
+        An ordinary `torch.optim.Optimizer`.
+
+    Raises:
+        TypeError: If `model` is not a module, or the base optimizer lacks one of the options.
+        ValueError: If a value is out of range, `base` is unknown, or `head_lr` is given for a model without subspaces.
+
+    Examples:
+        >>> import torch, grassy
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+        >>> head = grassy.replace_head(model, "grassmann", k=4)
+        >>> optimizer = grassy.make_optimizer(model, "adamw", lr=1e-3, weight_decay=0.05, head_lr=0.1)
+        >>> [(group["manifold"], group["lr"]) for group in optimizer.param_groups]
+        [('euclidean', 0.001), ('euclidean', 0.001), ('grassmann', 0.1)]
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"make_optimizer takes the model, which knows its subspaces, got {type(model).__name__}")
@@ -74,12 +100,12 @@ def make_optimizer(
     if layer_decay is not None and not (isinstance(layer_decay, Real) and 0 < layer_decay <= 1):
         raise ValueError(f"layer_decay must lie in (0, 1], got {layer_decay!r}")
     if head_lr is not None and head_lr_factor is not None:
-        raise ValueError(f"give head_lr or head_lr_factor, not both, got {head_lr!r} and {head_lr_factor!r}")
-    # As plain numbers: a state_dict with NumPy's would not be read again without unpickling.
+        raise ValueError(f"pass head_lr or head_lr_factor, not both, got {head_lr!r} and {head_lr_factor!r}")
+    # Python floats: a state_dict with NumPy scalars could not be loaded without unpickling.
     lr, weight_decay, head_lr = float(lr), float(weight_decay), None if head_lr is None else float(head_lr)
     head_momentum = head_momentum if isinstance(head_momentum, Tensor) else float(head_momentum)
     if issubclass(optimizer_class, torch.optim.LBFGS):
-        raise ValueError("LBFGS evaluates its closure several times in a step, which the subspaces cannot follow")
+        raise ValueError("LBFGS evaluates its closure several times per step, which Riemannian SGD cannot do")
     subspaces = dict(named_subspaces(model))
     if not subspaces and not (head_lr is None and head_lr_factor is None):
         name = "head_lr_factor" if head_lr is None else "head_lr"
@@ -111,15 +137,22 @@ def make_optimizer(
     if groups:
         euclidean = optimizer_class(groups, **{**implied, "lr": lr, **base_options})
         if weight_decay and "weight_decay" not in euclidean.defaults:
-            raise ValueError(f"{optimizer_class.__name__} knows no weight_decay, got {weight_decay!r}")
+            raise ValueError(f"{optimizer_class.__name__} has no weight_decay, got {weight_decay!r}")
     return JointOptimizer(euclidean, riemannian)
 
 
 class JointOptimizer(Optimizer):
-    """Two optimizers that share one list of parameter groups and one state, behind the interface of one.
+    """Combines two optimizers behind the interface of one; `make_optimizer` creates it.
 
-    Learning-rate schedulers, GradScaler, gradient clipping and checkpoints see an ordinary optimizer: the groups of
-    both, in one `param_groups`, and in one `state_dict`.
+    Learning-rate schedulers, GradScaler, gradient clipping and checkpoints see an ordinary optimizer, with one
+    `param_groups` and one `state_dict`.
+
+    Args:
+        euclidean: Optimizer of the ordinary parameters, or None.
+        riemannian: Optimizer of the subspaces, or None.
+
+    Raises:
+        ValueError: If both are None.
     """
 
     def __init__(self, euclidean: Optimizer | None, riemannian: RiemannianSGD | None) -> None:
@@ -129,7 +162,7 @@ class JointOptimizer(Optimizer):
         for part, manifold in self._parts():
             for group in part.param_groups:
                 group[MANIFOLD] = manifold
-                if manifold == GRASSMANN:  # else the other part's default decay would fill the gap
+                if manifold == GRASSMANN:  # else it would get the default of the other optimizer
                     group["weight_decay"] = 0.0
         # Schedulers that cycle the momentum look for "momentum" or "betas" in the defaults, and then in every group.
         defaults = dict(next(self._parts())[0].defaults)
@@ -143,13 +176,21 @@ class JointOptimizer(Optimizer):
             yield self.riemannian, GRASSMANN
 
     def _share(self) -> None:
-        """Let both parts work on this optimizer's groups and state: the same objects, not copies."""
+        """Make both optimizers use the groups and the state of this one: the same objects, not copies."""
         for part, manifold in self._parts():
             groups = [group for group in self.param_groups if group[MANIFOLD] == manifold]
             part.__setstate__({"state": self.state, "param_groups": groups})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Perform one step of both optimizers.
+
+        Args:
+            closure: A function that evaluates the model again and returns the loss. It is called once.
+
+        Returns:
+            The result of the closure, or None without one.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -165,11 +206,11 @@ class JointOptimizer(Optimizer):
         return loss
 
     def train(self) -> None:
-        """For a base that has such a method, as schedule-free optimizers do: call it before training."""
+        """Call `train()` of a base optimizer that has it, such as a schedule-free one. Call it before training."""
         self._switch("train")
 
     def eval(self) -> None:
-        """For a base that has such a method: call it before evaluation, and before saving the model."""
+        """Call `eval()` of a base optimizer that has it. Call it before evaluating or saving the model."""
         self._switch("eval")
 
     def _switch(self, mode: str) -> None:
@@ -178,20 +219,28 @@ class JointOptimizer(Optimizer):
                 method()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset all gradients, including those of sampled classes."""
         super().zero_grad(set_to_none)
         if self.riemannian is not None:
-            self.riemannian.zero_grad(set_to_none)  # gradients of a sample of classes, too
+            self.riemannian.zero_grad(set_to_none)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What a GradScaler asks: whether to hand over its scale and flag, `grad_scale` and `found_inf`, and not to
-        wait for the flag. As with torch's own optimizers that is for who asks for `fused`: others unscale before they
-        clip, and count on it.
+        """Whether a GradScaler passes `grad_scale` and `found_inf` to the step, without synchronising.
+
+        As in torch, only `fused=True` enables this. Without it, the GradScaler unscales the gradients before the step.
         """
         return bool(getattr(self.euclidean, "_step_supports_amp_scaling", False))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; it is Euclidean unless it says {"manifold": "grassmann"}."""
+        """Add a parameter group. It is Euclidean unless it has the item {"manifold": "grassmann"}.
+
+        Args:
+            param_group: The group, a dict with the key "params".
+
+        Raises:
+            ValueError: If this optimizer has no part for the manifold of the group.
+        """
         manifold = param_group.setdefault(MANIFOLD, EUCLIDEAN)
         part = {manifold: part for part, manifold in self._parts()}.get(manifold)
         if part is None:
@@ -201,6 +250,14 @@ class JointOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that `state_dict` returned.
+
+        Args:
+            state_dict: The state of an optimizer that `make_optimizer` created for the same kind of model.
+
+        Raises:
+            ValueError: If the saved groups or shapes do not fit this optimizer.
+        """
         saved = [group.get(MANIFOLD) for group in state_dict["param_groups"]]
         own = [group[MANIFOLD] for group in self.param_groups]
         if saved != own:
@@ -211,12 +268,12 @@ class JointOptimizer(Optimizer):
         refuse_spectral_steps(state_dict["param_groups"])
         for group, old in zip(self.param_groups, state_dict["param_groups"], strict=True):
             lacking, foreign = sorted(group.keys() - old.keys()), sorted(old.keys() - group.keys() - {"direction"})
-            if lacking and foreign:  # of another torch it may lack something, or have more, but hardly both
+            if lacking and foreign:  # another torch version may add keys or drop keys, but hardly both
                 raise ValueError(
-                    f"the saved optimizer is of another kind: a group of it has {', '.join(foreign)}, of this one "
+                    f"the saved optimizer is of another kind: its groups have {', '.join(foreign)}, those of this one "
                     f"{', '.join(lacking)}"
                 )
-            for p, index in zip(group["params"], old["params"], strict=False):  # how many there are torch checks
+            for p, index in zip(group["params"], old["params"], strict=False):  # torch checks their number
                 momentum = state_dict.get("state", {}).get(index, {}).get("momentum_buffer")
                 if group[MANIFOLD] != EUCLIDEAN and momentum is not None and momentum.shape != p.shape:
                     raise ValueError(
@@ -234,17 +291,17 @@ class JointOptimizer(Optimizer):
 
     @property
     def skipped_classes(self) -> int:
-        """How many times, so far, a class was left as it was because its gradient held a NaN or an Inf."""
+        """How often a class was skipped so far because its gradient held a NaN or an Inf."""
         return self.riemannian.skipped_classes if self.riemannian else 0
 
     @property
     def capped_classes(self) -> int:
-        """How many times, so far, a class was turned less than asked: by `max_angle`, or by 64 radians."""
+        """How often the rotation angle of a class was limited so far, by `max_angle` or by 64 radians."""
         return self.riemannian.capped_classes if self.riemannian else 0
 
 
 def _optimizer_class(base: str | type[Optimizer]) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The class that `base` stands for, and options of it that the name implies."""
+    """Return the optimizer class that `base` names, and the options that the name implies."""
     if isinstance(base, type) and issubclass(base, Optimizer):
         return base, {}
     if not isinstance(base, str):
@@ -261,13 +318,13 @@ def _optimizer_class(base: str | type[Optimizer]) -> tuple[type[Optimizer], dict
         from timm.optim import get_optimizer_class, get_optimizer_info, list_optimizers  # type: ignore[attr-defined]
     except ImportError:
         raise ValueError(
-            f"unknown optimizer {base!r}; there are {', '.join(sorted(known))}, and those of timm: "
+            f"unknown optimizer {base!r}; available are {', '.join(sorted(known))}, and those of timm: "
             "pip install 'grassy[train]'"
         ) from None
     names = sorted({*known, *map(str, list_optimizers())})
     if base not in names:
         raise ValueError(f"unknown optimizer {base!r}{nearest(base, names, 3)}; known: {', '.join(names)}")
-    # A name of timm's stands for a class and some options of it, "cadamw" for AdamW with caution.
+    # Some names of timm imply options: "cadamw" is AdamW with caution=True.
     info = get_optimizer_info(base)
     if info.second_order:
         raise ValueError(f"{base!r} needs second derivatives, which a training loop has to provide: choose another")
@@ -279,7 +336,7 @@ def _optimizer_class(base: str | type[Optimizer]) -> tuple[type[Optimizer], dict
 
 
 def _check_options(optimizer_class: type[Optimizer], given: Iterable[str]) -> None:
-    """Raise a TypeError for an option that the optimizer does not have."""
+    """Raise TypeError for an option that the optimizer does not have."""
     parameters = inspect.signature(optimizer_class).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
@@ -293,7 +350,7 @@ def _check_options(optimizer_class: type[Optimizer], given: Iterable[str]) -> No
 def _euclidean_groups(
     model: nn.Module, subspaces: set[int], lr: float, weight_decay: float, decay_all: bool, layer_decay: float | None
 ) -> list[dict[str, Any]]:
-    """Parameter groups of everything but the subspaces, decayed and not, with their learning rates."""
+    """Return the parameter groups of everything except the subspaces, by weight decay and learning rate."""
     undecayed = _undecayed_names(model)
     scales = dict.fromkeys((name for name, _ in model.named_parameters()), 1.0)
     if layer_decay is not None:
@@ -302,7 +359,7 @@ def _euclidean_groups(
     for name, p in model.named_parameters():
         if p.requires_grad and id(p) not in subspaces:
             decays = decay_all or (p.ndim > 1 and name.split(".")[-1] != "bias" and name not in undecayed)
-            # torch's optimizers take many parameters at a time, but not plain tensors and DTensors together.
+            # The _foreach functions of torch cannot mix plain tensors and DTensors in a group.
             kind = (scales[name], weight_decay if decays else 0.0, is_distributed(p))
             groups.setdefault(kind, []).append(p)
     return [
@@ -312,7 +369,7 @@ def _euclidean_groups(
 
 
 def _undecayed_names(model: nn.Module) -> set[str]:
-    """Parameters of norms, and what a module excludes by the method `no_weight_decay`, as timm's models do."""
+    """Return the names of the parameters of norms, and those that a `no_weight_decay` method excludes, as in timm."""
     names: set[str] = set()
     for prefix, module in model.named_modules():
         excluded = list(module.no_weight_decay()) if callable(getattr(module, "no_weight_decay", None)) else []
@@ -323,9 +380,9 @@ def _undecayed_names(model: nn.Module) -> set[str]:
 
 
 def _layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
-    """The factor on each parameter's learning rate: 1 in the last group of layers, less before."""
+    """Return the factor on the learning rate of each parameter: 1 in the last layer group, smaller before."""
     if not hasattr(model, "group_matcher"):
-        raise ValueError("layer_decay needs a timm model, whose group_matcher() tells its layers")
+        raise ValueError("layer_decay needs a timm model, whose group_matcher() names its layers")
     from timm.models import group_parameters
 
     depth = group_parameters(model, model.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]

@@ -15,26 +15,42 @@ from grassy.kernels import StepOptions
 from grassy.kernels.sampling import forget_gradient, gradient_of_some
 
 REPAIR_ABOVE, REFUSE_ABOVE = 1e-5, 0.1
-#: Keys of a group that are options of its steps.
+#: Keys of a parameter group that are fields of `StepOptions`.
 STEP_OPTIONS = tuple(field.name for field in dataclasses.fields(StepOptions))
-#: The key of a parameter group with a number that each step multiplies its learning rate by.
+#: Key of a parameter group: a factor on its learning rate in every step.
 LR_FACTOR = "lr_factor"
 
 
 class RiemannianSGD(Optimizer):
-    """Moves subspaces (C, K, N), with orthonormal rows, along geodesics against the momentum of their gradient.
+    """SGD with momentum on the Grassmann manifold: moves subspaces (C, K, N) along geodesics (paper, Algorithm 1).
 
-    lr: learning rate; times the length of the momentum it is the angle, in radians, that a subspace turns by.
-    momentum: factor of the momentum, without dampening; 0 keeps no buffer.
-    retraction: "geodesic", or "qf" for the variant of the paper's appendix, which depends, at second order in lr,
-        on the basis once there is momentum.
-    transport: how the momentum follows the subspace: "projection" as in the paper, or "parallel", exactly.
-    max_angle: an upper limit on the turn of a class in one step, in radians.
-    maximize: ascend instead.
-    bfloat16_momentum: keep the momentum in bfloat16, half the memory: for very many classes.
+    Most users call `make_optimizer`, which combines it with an optimizer for all other parameters. There is no weight
+    decay, since a subspace has no scale. It skips classes with a non-finite gradient and counts them in
+    `skipped_classes`.
 
-    Weight decay would mean nothing, since a subspace has no scale. Classes whose gradient is not finite are left as
-    they are and counted in `skipped_classes`.
+    Args:
+        params: Parameters (C, K, N) with orthonormal rows, float32 or float64, or parameter groups of them.
+        lr: Learning rate. The rotation angle of a subspace, in radians, is lr times the norm of its momentum.
+        momentum: Momentum factor in [0, 1), without dampening. 0 keeps no buffer.
+        retraction: "geodesic", or "qf" for the variant in the paper's appendix. With momentum, "qf" depends on the
+            choice of basis at second order in lr.
+        transport: How the momentum follows the subspace: "projection" as in the paper, or exact "parallel" transport.
+        max_angle: Largest rotation angle of a class per step, in radians. None means no limit below 64 radians.
+        maximize: Ascend instead of descend.
+        bfloat16_momentum: Store the momentum in bfloat16, which halves its memory.
+
+    Raises:
+        ValueError: If an option is out of range, or a parameter is not a weight of subspaces.
+        TypeError: If a parameter is neither float32 nor float64.
+
+    Examples:
+        >>> import torch, grassy
+        >>> weight = torch.nn.Parameter(grassy.geometry.random_subspace(10, 4, 64))
+        >>> optimizer = grassy.RiemannianSGD([weight], lr=0.1)
+        >>> (weight @ torch.randn(64)).square().sum().backward()
+        >>> optimizer.step()
+        >>> bool(grassy.geometry.orthonormality_error(weight) < 1e-6)
+        True
     """
 
     def __init__(
@@ -61,6 +77,7 @@ class RiemannianSGD(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters (C, K, N) after checking its options and that its rows are orthonormal."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -73,23 +90,34 @@ class RiemannianSGD(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Perform one step.
+
+        Args:
+            closure: A function that evaluates the model again and returns the loss.
+
+        Returns:
+            The result of the closure, or None without one.
+
+        Raises:
+            TypeError: If a gradient is sparse.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Of a GradScaler, if the whole optimizer has asked for them: see JointOptimizer.
+        # Set by a GradScaler if JointOptimizer supports it: see JointOptimizer._step_supports_amp_scaling.
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group in self.param_groups:
             self._step_of_samples(group, grad_scale, found_inf)
             params = [p for p in group["params"] if p.grad is not None]
             if any(p.grad.is_sparse for p in params):
-                raise TypeError("RiemannianSGD does not take sparse gradients")
+                raise TypeError("RiemannianSGD does not support sparse gradients")
             for p in params:
                 self._create_state(p, group)
-            # Of subspaces that are divided over processes, each moves those that it holds: nothing is communicated.
+            # Each process updates its own shard, without communication.
             grads = [shards.local(p.grad) for p in params]
             buffers = [self.state[p].get("momentum_buffer") for p in params]
-            if grad_scale is not None:  # not in place: whoever looks at p.grad, or steps again, finds what it was
+            if grad_scale is not None:  # not in place, so that p.grad stays as it is
                 grads = [grad / grad_scale.to(grad.device, non_blocking=True) for grad in grads]
             kernels.geodesic_steps(
                 [shards.local(p) for p in params],
@@ -97,16 +125,16 @@ class RiemannianSGD(Optimizer):
                 [None if buffer is None else shards.local(buffer) for buffer in buffers],
                 _rate(group),
                 group["momentum"],
-                skip=found_inf if isinstance(found_inf, Tensor) else None,  # 0 if nothing has a gradient
+                skip=found_inf if isinstance(found_inf, Tensor) else None,  # the int 0 if there are no gradients
                 counts=[_counts(self.state[p], p.device) for p in params],
                 **{name: group[name] for name in STEP_OPTIONS},
             )
         return loss
 
     def _step_of_samples(self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Any) -> None:
-        """The step of the classes that took part in the update: all else keeps its weight and its momentum.
+        """Update the sampled classes. All others keep their weight and momentum.
 
-        A momentum that waits needs no transport, since its subspace waits, too.
+        Their momentum needs no transport, since their subspaces do not move.
         """
         for p in group["params"]:
             if (found := gradient_of_some(p)) is None:
@@ -133,6 +161,7 @@ class RiemannianSGD(Optimizer):
             forget_gradient(p)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset all gradients, including those of sampled classes."""
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for p in group["params"]:
@@ -140,7 +169,7 @@ class RiemannianSGD(Optimizer):
 
     @torch.no_grad()
     def create_state(self) -> None:
-        """Create the state that the first step would create, as checkpoints of several processes need it."""
+        """Create the state that the first step would create, which loading a sharded checkpoint needs."""
         for group in self.param_groups:
             for p in group["params"]:
                 self._create_state(p, group)
@@ -157,12 +186,12 @@ class RiemannianSGD(Optimizer):
         refuse_spectral_steps(state["param_groups"])
         super().__setstate__(state)
         for number, group in enumerate(self.param_groups):
-            group.pop("direction", None)  # of a state saved while there was a choice
-            # Of a state saved before there was a choice: how this one keeps it.
+            group.pop("direction", None)  # an option of older versions
+            # Older states lack this option: keep the setting of this optimizer.
             now = before[number] if number < len(before) else {}
             group.setdefault("bfloat16_momentum", now.get("bfloat16_momentum", False))
             for own in (self.state[p] for p in group["params"] if p in self.state):
-                if "skipped_classes" in own:  # of one saved before both were one tensor
+                if "skipped_classes" in own:  # older states hold two tensors
                     own["counts"] = torch.stack([own.pop("skipped_classes"), own.pop("capped_classes")])
                 if "counts" in own:  # load_state_dict casts tensors to the parameter's dtype
                     own["counts"] = own["counts"].to(torch.int64)
@@ -171,15 +200,15 @@ class RiemannianSGD(Optimizer):
 
     @property
     def skipped_classes(self) -> int:
-        """How many times, so far, a class was left as it was because its gradient held a NaN or an Inf.
+        """How often a class was skipped so far because its gradient held a NaN or an Inf.
 
-        Of classes that are divided over processes, those of this process count.
+        For sharded classes, it counts those of this process.
         """
         return self._total(0)
 
     @property
     def capped_classes(self) -> int:
-        """How many times, so far, a class was turned less than asked: by `max_angle`, or by 64 radians."""
+        """How often the rotation angle of a class was limited so far, by `max_angle` or by 64 radians."""
         return self._total(1)
 
     def _total(self, which: int) -> int:
@@ -188,18 +217,18 @@ class RiemannianSGD(Optimizer):
 
 
 def refuse_spectral_steps(groups: Iterable[dict[str, Any]]) -> None:
-    """Raise a ValueError if groups of a saved optimizer are of the option `direction="spectral"`, which is gone."""
+    """Raise ValueError if a saved optimizer used the removed option `direction="spectral"`."""
     if any(group.get("direction", "gradient") != "gradient" for group in groups):
         raise ValueError("the saved optimizer made spectral steps (direction='spectral'), which were removed")
 
 
 def _rate(group: dict[str, Any]) -> Any:
-    """The learning rate of a group: a number, or a tensor on the device."""
+    """Return the effective learning rate of a group: a float, or a tensor on the device."""
     return group["lr"] * group.get(LR_FACTOR, 1)
 
 
 def _counts(state: dict[str, Any], device: torch.device) -> Tensor:
-    """How many classes were skipped, and how many capped: on the device, where a kernel adds to it."""
+    """Return the numbers of skipped and capped classes, (2,), on the device, where the kernels update them."""
     if "counts" not in state or state["counts"].device != device:
         state["counts"] = state.get("counts", torch.zeros(2, dtype=torch.int64)).to(device)
     counts: Tensor = state["counts"]
@@ -214,7 +243,7 @@ def _check_options(group: dict[str, Any]) -> None:
         raise ValueError(f"lr must be a finite number >= 0, got {lr!r}")
     if not 0 <= group["momentum"] < 1:
         raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']!r}")
-    StepOptions(**{name: group[name] for name in STEP_OPTIONS})  # which checks them
+    StepOptions(**{name: group[name] for name in STEP_OPTIONS})  # raises if one is invalid
 
 
 def _check_subspaces(p: Tensor) -> None:
@@ -223,7 +252,7 @@ def _check_subspaces(p: Tensor) -> None:
     if p.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"subspaces are trained in float32 or float64, got {p.dtype}: use autocast on float32 weights")
     if shards.is_distributed(p) and not shards.is_sharded(p) and shards.groups_of(p):
-        raise ValueError("subspaces are divided over processes by class, Shard(0), got placements " + str(p.placements))  # type: ignore[attr-defined]
+        raise ValueError("subspaces must be sharded by class, Shard(0), got placements " + str(p.placements))  # type: ignore[attr-defined]
     w = shards.local(p.detach())
     if w.is_meta:
         return
