@@ -1,73 +1,19 @@
-"""The fused loss against the plain composition in float64: values, gradients, and what is kept for the backward.
-
-`errors` and `example` serve the tests of the kernels, too.
-"""
+"""The fused loss against the plain composition in float64: values, gradients, and what is kept for the backward."""
 
 import functools
 import itertools
-import tempfile
 
 import pytest
 import torch
+from cross_entropy_cases import F64, SHAPES, divide, errors, example, gradients, plain
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 import grassy
-from grassy import geometry, kernels
+from grassy import kernels
 from grassy.kernels import cross_entropy
-
-F64 = torch.float64
-#: Shapes B x C x K x N that no block size divides.
-SHAPES = [(1, 1, 1, 1), (3, 5, 3, 7), (257, 5, 8, 129), (3, 1000, 17, 129), (3, 5, 33, 2047), (1, 5, 64, 129)]
-
-
-def example(batch, classes, k, n, soft=False):
-    """Features, a weight and a target; the second class, if there is one, has but one direction."""
-    weight = geometry.random_subspace(classes, k, n)
-    weight[1:2, 1:] = 0
-    target = torch.rand(batch, classes) if soft else torch.randint(0, classes, (batch,))
-    return torch.randn(batch, n), weight, target
-
-
-def gradients(loss_of, x, weight):
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    loss = loss_of(x, weight)
-    loss.sum().backward()
-    return loss.detach(), x.grad, weight.grad
-
-
-def plain(x, weight, target, gamma=25.0, normalize=True, dtype=F64, **options):
-    """Cross-entropy of reference logits by autograd: loss and gradients."""
-    target = target.to(dtype) if target.is_floating_point() else target
-
-    def loss_of(x, weight):
-        logits = kernels.subspace_logits(x, weight, gamma, normalize=normalize, impl="reference")
-        return F.cross_entropy(logits, target, **options)
-
-    return gradients(loss_of, x.to(dtype), weight.to(dtype))
-
-
-def errors(x, weight, target, impl, gamma=25.0, normalize=True, **options):
-    """Of loss and gradients, relative to the largest number in each."""
-    fused = functools.partial(
-        kernels.subspace_cross_entropy, target=target, gamma=gamma, normalize=normalize, impl=impl
-    )
-    results = gradients(lambda x, weight: fused(x, weight, **options), x, weight)
-    with torch.autocast(x.device.type, enabled=False):
-        exact = plain(x, weight, target, gamma, normalize, **options)
-    assert [a.dtype for a in results] == [torch.float32, x.dtype, weight.dtype]
-    floors = (0.1, 1e-3, 1e-3)  # a loss of 0 is a difference of logits, and known to their rounding
-    return [
-        float((a - b).abs().max() / b.abs().max().clamp_min(f)) for a, b, f in zip(results, exact, floors, strict=True)
-    ]
-
-
-def divide(patch, chunk, keep=0):
-    """Chunks of so many coordinates whatever there is, and at most so many kept."""
-    for name, value in (("WHOLE", 0), ("CHUNK", chunk), ("KEEP", keep)):
-        patch.setattr(cross_entropy, name, value)
 
 
 @pytest.fixture(params=[0, 2**15], ids=["nothing kept", "two chunks kept"])
@@ -347,96 +293,6 @@ def test_it_compiles_without_a_graph_break_for_any_batch_size():
         ours = gradients(lambda x, w: compiled(x, w, target, label_smoothing=0.1), x, weight)  # noqa: B023
         eager = gradients(lambda x, w: kernels.subspace_cross_entropy(x, w, target, 25.0, 0.1), x, weight)  # noqa: B023
         assert all(torch.equal(a, b) for a, b in zip(ours, eager, strict=True))
-
-
-# --- the head that uses it --------------------------------------------------------------------------------------
-
-
-def criteria():
-    from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
-
-    return {
-        "default": (None, False),
-        "torch": (nn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=2), False),
-        "partial": (functools.partial(F.cross_entropy, label_smoothing=0.2, reduction="sum"), False),
-        "soft": (F.cross_entropy, True),
-        "timm": (LabelSmoothingCrossEntropy(0.1), False),
-        "timm soft": (SoftTargetCrossEntropy(), True),
-    }
-
-
-@pytest.mark.parametrize("name", ["default", "torch", "partial", "soft", "timm", "timm soft"])
-def test_a_head_that_fuses_its_loss_gives_that_loss_without_logits(name, monkeypatch):
-    criterion, soft = criteria()[name]
-    x, _, target = example(8, 5, 3, 7, soft)
-    head = grassy.GrassmannHead(7, 5, k=3)
-    expected = grassy.classification_loss(nn.Sequential(head), x, target, criterion)
-    head.fuse_loss = True
-    monkeypatch.setattr(head, "logits", None)
-    loss = grassy.classification_loss(nn.Sequential(head), x, target, criterion)
-    assert torch.allclose(loss, expected, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "criterion",
-    [
-        nn.CrossEntropyLoss(weight=torch.arange(1.0, 6)),
-        nn.MultiMarginLoss(),
-        functools.partial(F.cross_entropy, weight=torch.arange(1.0, 6)),
-        lambda logits, target: logits.square().mean(),
-    ],
-    ids=["weighted", "margin", "weighted partial", "function"],
-)
-def test_other_criteria_get_the_logits(criterion):
-    x, _, target = example(8, 5, 3, 7)
-    head = grassy.create_head("grassmann", 7, 5, k=3, fuse_loss=True)
-    assert torch.equal(
-        grassy.classification_loss(nn.Sequential(head), x, target, criterion), criterion(head(x), target)
-    )
-
-
-def test_it_trains_compiled_and_in_ddp():
-    x, _, target = example(32, 5, 3, 7)
-    model = nn.Sequential(nn.Linear(7, 16), nn.ReLU(), grassy.GrassmannHead(16, 5, k=3, fuse_loss=True))
-    assert "fuse_loss=True" in repr(model)
-    expected = grassy.classification_loss(model, x, target)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(grassy.classification_loss(compiled, x, target), expected)
-    with tempfile.NamedTemporaryFile() as file:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
-        try:
-            parallel = nn.parallel.DistributedDataParallel(model)
-            optimizer = grassy.make_optimizer(model, "adamw", lr=1e-2)
-            for _ in range(40):
-                optimizer.zero_grad()
-                loss = grassy.classification_loss(parallel, x, target)
-                loss.backward()
-                optimizer.step()
-        finally:
-            torch.distributed.destroy_process_group()
-    assert loss < 0.5 * expected
-    assert model(x).shape == (32, 5)
-
-
-def test_a_subclass_may_still_have_a_loss_of_its_own():
-    class Other(grassy.GrassmannHead):
-        def loss(self, features, target, criterion):
-            return features.square().sum()
-
-    x, _, target = example(8, 5, 3, 7)
-    assert not grassy.GrassmannHead(7, 5, k=3).has_own_loss()
-    assert grassy.classification_loss(nn.Sequential(Other(7, 5, k=3)), x, target) == x.square().sum()
-
-
-def test_a_run_with_it_trains_and_its_checkpoint_remembers(tmp_path):
-    from grassy.train.loop import train
-    from training_cases import tiny_arrays, tiny_recipe
-
-    data = tiny_arrays(tmp_path / "data", images=60)
-    recipe = tiny_recipe(head={"name": "grassmann", "k": 2, "gamma": 8.0, "fuse_loss": True}, epochs=1)
-    train(recipe, data, tmp_path / "run", quiet=True)
-    heads = [module for module in grassy.load(tmp_path / "run").modules() if isinstance(module, grassy.Head)]
-    assert [head.fuse_loss for head in heads] == [True]
 
 
 @pytest.mark.parametrize("keep", [0, 100, 2**24])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_cross_entropy import SHAPES, divide, errors, example, gradients, plain
+from cross_entropy_cases import SHAPES, divide, errors, example, gradients, plain
 from torch import nn
 from torch.nn import functional as F
 

@@ -13,7 +13,7 @@ import itertools, json, torch
 import torch.nn.functional as F
 from grassy import geometry, kernels
 from grassy.kernels import cross_entropy, logits
-from test_cross_entropy import SHAPES, errors, example, gradients, plain
+from cross_entropy_cases import SHAPES, errors, example, gradients, plain
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
