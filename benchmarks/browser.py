@@ -39,8 +39,12 @@ class Browser:
         except urllib.error.HTTPError as error:
             raise WebDriverError(json.load(error)["value"]["message"]) from None
 
-    def open(self, path):
+    def go_to(self, path):
         self._send("POST", "/url", {"url": path.as_uri()})
+
+    def open(self, path):
+        """Open a page that says when it is ready, as the report does."""
+        self.go_to(path)
         self.wait("document.documentElement.dataset.ready === 'yes'")
 
     def run(self, script, *arguments):
@@ -95,6 +99,12 @@ class Browser:
         self._devtools("Emulation.setDeviceMetricsOverride", metrics)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self._devtools("Emulation.setEmulatedMedia", {"features": features})
+
+    def go_offline(self):
+        """From now on a request to any host fails, and the console says so."""
+        self._devtools("Network.enable", {})
+        nothing = {"offline": True, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+        self._devtools("Network.emulateNetworkConditions", nothing)
 
     def screenshot(self, path):
         path.write_bytes(base64.b64decode(self._send("GET", "/screenshot")))

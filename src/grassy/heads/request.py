@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+#: A loss of logits (..., C) and a target, such as `torch.nn.functional.cross_entropy`.
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
 

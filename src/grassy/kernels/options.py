@@ -7,7 +7,9 @@ from torch import Tensor
 
 from grassy.spelling import nearest
 
+#: How a step follows its direction: along the geodesic, or by a QR factorisation.
 RETRACTIONS = ("geodesic", "qf")
+#: How the momentum follows the weight: the next step projects it, or exact parallel transport.
 TRANSPORTS = ("projection", "parallel")
 
 
