@@ -1,0 +1,53 @@
+"""timm's policies on arrays: the pixels of timm's own."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from timm.data import auto_augment, create_transform
+
+from grassy.data.augment import MOVES, for_pixels
+from grassy.data.loader import seeded
+
+FILL = (124, 116, 104)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(sorted(MOVES)),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.integers(0, 2**31),
+)
+def test_moves_are_those_of_timm_to_the_last_bit(name, height, width, seed):
+    rng = np.random.default_rng(seed)
+    pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    # Drawn, as a policy draws it: a value that is a whole level but for the rounding of a double could go either way.
+    amount = rng.uniform(-1.5, 1.5) * (20 if name.endswith("_abs") else 1)
+    expected = getattr(auto_augment, name)(Image.fromarray(pixels), amount, resample=Image.BICUBIC, fillcolor=FILL)
+    assert np.array_equal(MOVES[name](pixels, amount, FILL), np.asarray(expected))
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear", "random"])
+@pytest.mark.parametrize("policy", ["rand-m7-mstd0.5-inc1", "rand-m9-n3-p1", "original", "3a"])
+def test_policies_draw_and_change_what_those_of_timm_do(policy, interpolation):
+    from sklearn.datasets import load_sample_images
+
+    photo = load_sample_images().images[1][100:196, 200:280].copy()
+
+    def policy_of_timm():
+        whole = create_transform(64, is_training=True, auto_augment=policy, interpolation=interpolation)
+        return whole.transforms[2]  # after crop and flip
+
+    ours, theirs = policy_of_timm(), policy_of_timm()
+    assert for_pixels(ours)
+    for seed in range(40):
+        with seeded(seed):
+            expected = np.asarray(theirs(Image.fromarray(photo)))
+        with seeded(seed):
+            assert np.array_equal(ours(photo), expected), (policy, seed)
+
+
+def test_other_transforms_are_left_to_pillow():
+    assert not for_pixels(auto_augment.augment_and_mix_transform("augmix-m5", {}))
