@@ -1,6 +1,8 @@
 """Pixels of JPEG files: those of Pillow, whoever decodes them."""
 
+import functools
 import io
+import sys
 
 import numpy as np
 import pytest
@@ -9,7 +11,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from grassy.data import decode
-from grassy.data.decode import read_pixels
+from grassy.data.decode import Box, read_pixels
+from grassy.data.loader import Samples, seeded
+from grassy.data.transforms import train_transform
+from grassy.runs.recipe import Recipe
 
 simplejpeg = pytest.importorskip("simplejpeg")
 
@@ -32,6 +37,12 @@ def by_pillow(content):
     return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
 
 
+def without_simplejpeg(monkeypatch):
+    monkeypatch.setitem(sys.modules, "simplejpeg", None)  # to import it is an ImportError then
+    monkeypatch.setattr(decode, "_simplejpeg", functools.cache(decode._simplejpeg.__wrapped__))
+    assert decode._size_of_jpeg(encoded(picture(5, 4))) is None
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.integers(1, 70),
@@ -43,16 +54,16 @@ def by_pillow(content):
 )
 def test_jpeg_files_give_the_pixels_of_pillow(width, height, mode, subsampling, progressive, quality):
     content = encoded(picture(width, height, mode), subsampling=subsampling, progressive=progressive, quality=quality)
-    assert decode._decode_jpeg(content) is not None
+    assert decode._size_of_jpeg(content) == (height, width)
     assert np.array_equal(read_pixels(io.BytesIO(content)), by_pillow(content))
 
 
 def test_what_is_no_ordinary_jpeg_goes_to_pillow(monkeypatch):
     inks = encoded(picture(20, 10).convert("CMYK"))
-    assert decode._decode_jpeg(inks) is None
+    assert decode._size_of_jpeg(inks) is None
     assert np.array_equal(read_pixels(io.BytesIO(inks)), by_pillow(inks))
     plain = encoded(picture(20, 10))
-    monkeypatch.setattr(decode, "_simplejpeg", lambda: None)  # not installed
+    without_simplejpeg(monkeypatch)
     assert np.array_equal(read_pixels(io.BytesIO(plain)), by_pillow(plain))
 
 
@@ -78,3 +89,130 @@ def test_pixels_can_be_handed_to_torch():
     png.seek(0)
     assert read_pixels(png).flags.writeable
     assert read_pixels(io.BytesIO(encoded(picture(5, 4)))).flags.writeable
+
+
+# --------------------------------------------------------------------------------------------------- crops
+
+
+class Part:
+    """A crop that is always the same, and remembers the sizes that it was asked about."""
+
+    def __init__(self, box, size):
+        self.wanted, self.size, self.asked = Box(*box), (size, size), []
+
+    def box(self, height, width):
+        self.asked.append((height, width))
+        return self.wanted
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize(
+    ("box", "factor"),
+    [
+        ((3, 5, 160, 170), 8),
+        ((3, 5, 159, 170), 4),
+        ((100, 90, 40, 45), 2),
+        ((16, 8, 39, 300), 1),
+        ((0, 0, 205, 311), 8),
+    ],
+)
+def test_a_crop_is_decoded_at_the_scale_that_it_needs(mode, box, factor, installed, monkeypatch):
+    if not installed:
+        without_simplejpeg(monkeypatch)
+    content = encoded(picture(311, 205, mode))
+    crop = Part(box, 10)
+    found = read_pixels(io.BytesIO(content), crop)
+    assert crop.asked == [(205, 311)]  # once: a crop that is drawn would be another one the next time
+    assert np.abs(np.array(found.shape[:2]) - np.array(box[2:]) / factor).max() <= 1
+    assert min(found.shape[:2]) >= 20
+    reduced = Image.open(io.BytesIO(content))
+    reduced.draft(None, (311 // factor, 205 // factor))
+    whole = np.asarray(reduced.convert("RGB"))
+    top, left = round(box[0] * whole.shape[0] / 205), round(box[1] * whole.shape[1] / 311)
+    assert np.array_equal(found, whole[top : top + found.shape[0], left : left + found.shape[1]])
+
+
+def test_crops_of_other_formats_and_of_rotated_photos_are_those_of_all_pixels():
+    large = picture(200, 160)
+    exif = large.getexif()
+    exif[0x0112] = 6  # to be shown on its side; Pillow and timm leave the pixels as they are
+    rotated = encoded(large, exif=exif)
+    assert np.array_equal(read_pixels(io.BytesIO(rotated), Part((8, 16, 19, 32), 10)), by_pillow(rotated)[8:27, 16:48])
+    png = io.BytesIO()
+    large.save(png, "PNG")
+    png.seek(0)
+    assert np.array_equal(read_pixels(png, Part((8, 16, 100, 90), 10)), np.asarray(large)[8:108, 16:106])
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6, 0.99])
+def test_a_large_jpeg_that_is_cut_short_is_refused(share):
+    content = encoded(picture(400, 300))
+    with pytest.raises(OSError, match=r"[Tt]runcated"):
+        read_pixels(io.BytesIO(content[: int(share * len(content))]), Part((0, 0, 300, 300), 20))
+
+
+class Files:
+    """Images in JPEG files in memory, one after the other."""
+
+    class_names = None
+
+    def __init__(self, contents):
+        self.contents = contents
+
+    def __len__(self):
+        return len(self.contents)
+
+    def load(self, index, crop=None):
+        return read_pixels(io.BytesIO(self.contents[index]), crop), index
+
+    def name(self, index):
+        return f"file {index}"
+
+
+@pytest.fixture(scope="module")
+def large_photo():
+    """A photo at three times its size, with the grain of a sensor."""
+    from sklearn.datasets import load_sample_images
+
+    photo = Image.fromarray(load_sample_images().images[0]).resize((1920, 1280), Image.Resampling.BICUBIC)
+    grain = np.random.default_rng(0).normal(0, 4, (1280, 1920, 3))
+    return encoded(Image.fromarray((np.asarray(photo) + grain).clip(0, 255).astype(np.uint8)), quality=90)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_crops_of_large_photos_are_drawn_as_ever_and_look_the_same(large_photo, interpolation):
+    transform = train_transform(Recipe(img_size=64, crop="resized", interpolation=interpolation))
+    samples = Samples(Files([large_photo]), transform, training=True)
+    whole = by_pillow(large_photo)
+    differences = []
+    for seed in range(30):
+        image, *_ = samples[0, seed]
+        with seeded(seed):
+            expected = transform(whole)
+        differences.append(np.abs(image.numpy().astype(int) - expected.numpy()).mean())
+        with seeded(seed):  # boxes, by timm's own function, of the whole image
+            box = transform.box(1280, 1920)
+        with seeded(seed):
+            assert box == transform.crop.get_params(Image.fromarray(whole), transform.crop.scale, transform.crop.ratio)
+    assert 0 < np.median(differences) < 3  # of 255 levels
+    assert max(differences) < 6
+
+
+def test_small_photos_and_their_crops_are_decoded_as_ever(large_photo, monkeypatch):
+    small = encoded(Image.open(io.BytesIO(large_photo)).resize((500, 375)))
+    transform = train_transform(Recipe(img_size=224, crop="resized"))
+    samples = Samples(Files([small]), transform, training=True)
+    for seed in range(20):
+        with seeded(seed):
+            expected = transform(by_pillow(small))
+        assert np.array_equal(samples[0, seed][0].numpy(), expected.numpy())
+
+
+def test_a_damaged_file_gives_way_to_the_crop_that_is_drawn_of_the_next_one(large_photo):
+    transform = train_transform(Recipe(img_size=64, crop="resized"))
+    samples = Samples(Files([large_photo[:-3000], large_photo]), transform, training=True)
+    image, label, index, failures = samples[0, 5]
+    assert (label, index) == (1, 1)
+    assert [failure.name for failure in failures] == ["file 0"]
+    assert np.array_equal(image.numpy(), samples[1, 5][0].numpy())

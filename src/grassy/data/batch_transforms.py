@@ -27,7 +27,7 @@ class Preparation:
         self.erase, self.mix = erase, mix
 
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        images = ((images - self.mean) / self.std).contiguous(memory_format=self.memory_format)
+        images = (images.contiguous(memory_format=self.memory_format) - self.mean) / self.std
         if self.erase is not None:
             images = self.erase(images)
         return (images, labels) if self.mix is None else self.mix(images, labels)

@@ -2,8 +2,9 @@
 
 import functools
 import io
+from collections.abc import Sequence
 from types import ModuleType
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,36 +31,102 @@ def open_image(file: IO[bytes]) -> Any:
     return Image.open(file, formats=_formats())
 
 
-def read_rgb(path: Any) -> np.ndarray:
+class Box(NamedTuple):
+    """A part of an image, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+    def of(self, pixels: np.ndarray) -> np.ndarray:
+        return pixels[self.top : self.top + self.height, self.left : self.left + self.width]
+
+
+class Crop(Protocol):
+    """What part of an image is wanted, and the size (height, width) that it will be resized to."""
+
+    size: tuple[int, int]
+
+    def box(self, height: int, width: int) -> Box:
+        """The part of an image of such a size. It may be random, so it is asked for once."""
+
+
+def crop_of(pixels: np.ndarray, crop: Crop | None) -> np.ndarray:
+    """The part of an image (H, W, 3) that is wanted: all of it without a crop."""
+    return pixels if crop is None else crop.box(*pixels.shape[:2]).of(pixels)
+
+
+def read_rgb(path: Any, crop: Crop | None = None) -> np.ndarray:
     """The RGB pixels (H, W, 3) of the image in a regular file, as uint8."""
     with open_regular(path) as file:
-        return read_pixels(file)
+        return read_pixels(file, crop)
 
 
-def read_pixels(file: IO[bytes]) -> np.ndarray:
-    """The RGB pixels (H, W, 3) of an open image file, as uint8."""
+def read_pixels(file: IO[bytes], crop: Crop | None = None) -> np.ndarray:
+    """The RGB pixels (H, W, 3) of an open image file, or of a crop of it, as uint8.
+
+    A crop of a large JPEG file comes at 1/2, 1/4 or 1/8 of its size, if that is still at least twice `crop.size`. The
+    decoder computes fewer pixels then, from the lower frequencies.
+    """
     content = file.read()
-    pixels = _decode_jpeg(content) if content.startswith(b"\xff\xd8\xff") else None
-    return np.array(to_rgb(open_image(io.BytesIO(content)))) if pixels is None else pixels
+    size = _size_of_jpeg(content)
+    image = open_image(io.BytesIO(content)) if size is None else None
+    height, width = size or (image.height, image.width)  # type: ignore[union-attr]
+    box = None if crop is None else crop.box(height, width)
+    factor = 1 if crop is None or box is None else _reduction(box, crop.size)
+    pixels = _decode_jpeg(content, height, width, factor) if size else None
+    if pixels is None:
+        image = image or open_image(io.BytesIO(content))
+        if factor > 1:
+            image.draft(None, (width // factor, height // factor))  # only JPEG files listen to it
+        pixels = np.array(to_rgb(image))
+    return pixels if box is None else _reduced(box, (height, width), pixels.shape).of(pixels)
 
 
-def _decode_jpeg(content: bytes) -> np.ndarray | None:
-    """The pixels of an ordinary JPEG file, the same as Pillow's; None if Pillow has to look at it.
+def _reduction(box: Box, size: tuple[int, int]) -> int:
+    """The largest reduction that leaves twice the size, or 1: a box is rounded to a quarter of a resized pixel then."""
+    most = min(box.height // (2 * size[0]), box.width // (2 * size[1]))
+    return next(factor for factor in (8, 4, 2, 1) if factor <= max(most, 1))
 
-    Both use libjpeg-turbo. simplejpeg decodes into the array directly, which saves two copies of the pixels. Pillow
-    gets damaged, enormous and CMYK images: it has the better messages, a limit on the size, and color profiles.
+
+def _reduced(box: Box, whole: tuple[int, int], decoded: Sequence[int]) -> Box:
+    """The box in an image that was decoded at a smaller size, to the nearest pixel."""
+    vertical, horizontal = decoded[0] / whole[0], decoded[1] / whole[1]
+    height, width = round(box.height * vertical), round(box.width * horizontal)
+    top, left = round(box.top * vertical), round(box.left * horizontal)
+    return Box(min(top, decoded[0] - height), min(left, decoded[1] - width), height, width)
+
+
+def _size_of_jpeg(content: bytes) -> tuple[int, int] | None:
+    """Height and width of an ordinary JPEG file; None if Pillow has to look at it.
+
+    Pillow gets damaged, enormous and CMYK images: it has the better messages, a limit on the size, and color profiles.
     """
     from PIL import Image
 
     decoder = _simplejpeg()
-    if decoder is None:
+    if decoder is None or not content.startswith(b"\xff\xd8\xff"):
         return None
     try:
         height, width, colors, _ = decoder.decode_jpeg_header(content)
-        limit = Image.MAX_IMAGE_PIXELS
-        if colors not in ("YCbCr", "Gray") or (limit is not None and height * width > limit):
-            return None
-        pixels: np.ndarray = decoder.decode_jpeg(content)
+    except ValueError:
+        return None
+    limit = Image.MAX_IMAGE_PIXELS
+    too_large = limit is not None and height * width > limit
+    return None if too_large or colors not in ("YCbCr", "Gray") else (height, width)
+
+
+def _decode_jpeg(content: bytes, height: int, width: int, factor: int) -> np.ndarray | None:
+    """The pixels of such a file, at 1/factor of its size, the same as Pillow's; None if it is damaged.
+
+    Both use libjpeg-turbo. simplejpeg decodes into the array directly, which saves two copies of the pixels.
+    """
+    decoder = _simplejpeg()
+    assert decoder is not None
+    least = {"min_height": -(-height // factor), "min_width": -(-width // factor), "min_factor": factor}
+    try:
+        pixels: np.ndarray = decoder.decode_jpeg(content, **(least if factor > 1 else {}))
     except ValueError:
         return None
     return pixels

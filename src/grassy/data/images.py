@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from grassy.data.class_folders import is_hidden, open_files
-from grassy.data.decode import read_pixels, to_rgb
+from grassy.data.decode import Crop, crop_of, read_pixels, to_rgb
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, advice
 from grassy.runs.recipe_values import check_dataset
 from grassy.runs.schema import open_regular
@@ -25,8 +25,11 @@ class Images(Protocol):
 
     def __len__(self) -> int: ...
 
-    def load(self, index: int) -> tuple[np.ndarray, int]:
-        """The RGB pixels (H, W, 3) of an image, as uint8, and its label. Raises if the image cannot be read."""
+    def load(self, index: int, crop: Crop | None = None) -> tuple[np.ndarray, int]:
+        """The RGB pixels (H, W, 3) of an image or of a crop of it, as uint8, and its label. Raises if it is unreadable.
+
+        A crop may come at a smaller scale, see `read_pixels`.
+        """
 
     def name(self, index: int) -> str: ...
 
@@ -86,8 +89,8 @@ class ArrayImages:
     def __len__(self) -> int:
         return len(self.images)
 
-    def load(self, index: int) -> tuple[np.ndarray, int]:
-        return self.images[index], int(self._labels[index])
+    def load(self, index: int, crop: Crop | None = None) -> tuple[np.ndarray, int]:
+        return crop_of(self.images[index], crop), int(self._labels[index])
 
     def name(self, index: int) -> str:
         return f"{self.where}[{index}]"
@@ -176,14 +179,14 @@ class ReaderImages:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def load(self, index: int) -> tuple[np.ndarray, int]:
+    def load(self, index: int, crop: Crop | None = None) -> tuple[np.ndarray, int]:
         if self.reader is None:
             image, label = self.dataset[index]
-            return np.array(to_rgb(image)), int(label)
+            return crop_of(np.array(to_rgb(image)), crop), int(label)
         # The reader itself, not timm's ImageDataset, which would quietly take another image for one that is broken.
         file, label, *_ = self.reader[index]
         with file:
-            return read_pixels(file), int(label)
+            return read_pixels(file, crop), int(label)
 
     def name(self, index: int) -> str:
         if self.reader is None:
@@ -235,9 +238,9 @@ class Joined:
         part = int(np.searchsorted(self.ends, index, side="right"))
         return self.parts[part], index - int(self.ends[part] - len(self.parts[part]))
 
-    def load(self, index: int) -> tuple[np.ndarray, int]:
+    def load(self, index: int, crop: Crop | None = None) -> tuple[np.ndarray, int]:
         images, place = self._find(index)
-        return images.load(place)
+        return images.load(place, crop)
 
     def name(self, index: int) -> str:
         images, place = self._find(index)

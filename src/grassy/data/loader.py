@@ -24,7 +24,7 @@ from torch import Tensor
 
 from grassy.data.decode import reason_for
 from grassy.data.images import Images, beyond_the_head
-from grassy.data.transforms import Transform
+from grassy.data.transforms import CropTransform, Transform
 
 MAX_TRIES = 20
 
@@ -116,7 +116,9 @@ class Samples(torch.utils.data.Dataset[Any]):
     """Transformed images. For training, an image that cannot be read gives way to the next one that can."""
 
     def __init__(self, images: Images, transform: Transform, training: bool) -> None:
-        self.images, self.transform, self.training = images, transform, training
+        self.images, self.training = images, training
+        self.crop = transform if isinstance(transform, CropTransform) else None
+        self.rest = transform if self.crop is None else self.crop.of_crop
 
     def __len__(self) -> int:
         return len(self.images)
@@ -126,15 +128,16 @@ class Samples(torch.utils.data.Dataset[Any]):
         failures = []
         for attempt in range(MAX_TRIES if self.training else 1):
             i = (index + attempt) % len(self.images)
-            try:
-                image, label = self.images.load(i)
-                if label < 0:  # what some sets have where there is none
-                    raise ValueError(f"its label is {label}")
-            except Exception as error:  # decoders raise all sorts of things at broken files
-                failures.append(Failure(self.images.name(i), reason_for(error)))
-                continue
             with seeded(seed):
-                return self.transform(image), label, i, failures
+                try:
+                    # A crop is drawn first, since it says at which scale a file has to be decoded.
+                    image, label = self.images.load(i) if self.crop is None else self.images.load(i, self.crop)
+                    if label < 0:  # what some sets have where there is none
+                        raise ValueError(f"its label is {label}")
+                except Exception as error:  # decoders raise all sorts of things at broken files
+                    failures.append(Failure(self.images.name(i), reason_for(error)))
+                    continue
+                return self.rest(image), label, i, failures
         return None, -1, index, failures
 
 
@@ -158,9 +161,11 @@ def collate(samples: Sequence[tuple[Tensor | None, int, int, list[Failure]]]) ->
     known = next((image for image, *_ in samples if image is not None), None)
     if known is None:
         known = torch.zeros(3, 1, 1, dtype=torch.uint8)
-    images = torch.stack([torch.zeros_like(known) if image is None else image for image, *_ in samples])
+    # The channels of a pixel lie together in images that come from files, and stay so: to move them would take as long
+    # as a resize.
+    pixels = [(torch.zeros_like(known) if image is None else image).permute(1, 2, 0) for image, *_ in samples]
     return Batch(
-        images,
+        torch.stack(pixels).permute(0, 3, 1, 2),
         torch.tensor([label for _, label, *_ in samples]),
         [index for _, _, index, _ in samples],
         [failure for *_, failures in samples for failure in failures],

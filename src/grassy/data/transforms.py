@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grassy.data.augment import for_pixels
+from grassy.data.decode import Box, crop_of
 from grassy.runs.recipe import Recipe
 from grassy.torchvision_import import import_torchvision
 
@@ -43,11 +45,7 @@ def train_transform(recipe: Recipe) -> Transform:
     if recipe.crop == "resized":
         if recipe.interpolation not in RESAMPLED_BY_TORCH:
             return of_pixels(whole)
-        flips = [step for step in others if isinstance(step, transforms.RandomHorizontalFlip)]
-        colors = [step for step in others if step not in flips]  # of Pillow's images, at last made a tensor
-        if len(colors) > 1:
-            colors.insert(0, lambda image: _to_pillow(image.permute(1, 2, 0).numpy()))
-        return transforms.Compose([ResizedCrop(first), *flips, *colors])  # type: ignore[no-any-return]
+        return CropTransform(first, transforms.Compose([_of_tensors(step) for step in others]))
     # timm begins with the random resized crop; another crop takes its place.
     crop: list[Any] = _resizing(recipe.img_size, 1.0, recipe.interpolation).transforms[:-1]
     if recipe.crop == "padded":
@@ -85,17 +83,37 @@ def _resizing(size: int, crop_pct: float, interpolation: str) -> Any:
 RESAMPLED_BY_TORCH = ("bilinear", "bicubic")
 
 
-class ResizedCrop:
-    """timm's random resized crop: the same draws and, to a level or two of 256, the same pixels, by torch."""
+class CropTransform:
+    """timm's random resized crop: the same draws and, to a level or two of 256, the same pixels, by torch.
 
-    def __init__(self, crop: Any) -> None:
-        self.crop = crop
+    Large JPEG files may be decoded at a smaller scale, see `read_pixels`. rest: what follows, of tensors (3, H, W).
+    """
+
+    def __init__(self, crop: Any, rest: Callable[[Tensor], Tensor]) -> None:
+        self.crop, self.rest = crop, rest
+        self.size: tuple[int, int] = tuple(crop.size)
+
+    def box(self, height: int, width: int) -> Box:
+        image = torch.empty(1, dtype=torch.uint8).expand(3, height, width)  # of which only the size counts
+        return Box(*self.crop.get_params(image, self.crop.scale, self.crop.ratio))
 
     def __call__(self, pixels: np.ndarray) -> Tensor:
+        return self.of_crop(crop_of(pixels, self))
+
+    def of_crop(self, pixels: np.ndarray) -> Tensor:
         from torchvision.transforms.v2 import functional
 
-        image = torch.from_numpy(pixels).permute(2, 0, 1)
-        top, left, height, width = self.crop.get_params(image, self.crop.scale, self.crop.ratio)
-        size, mode = list(self.crop.size), self.crop.interpolation
-        cropped: Tensor = functional.resized_crop(image, top, left, height, width, size, mode, antialias=True)
-        return cropped
+        # torch is faster if pixels follow each other, and leaves the channels of a pixel together then.
+        image = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)
+        return self.rest(functional.resize(image, list(self.size), self.crop.interpolation, antialias=True))
+
+
+def _of_tensors(step: Any) -> Callable[[Tensor], Tensor]:
+    """A step of timm's transform as one of tensors (3, H, W) of uint8."""
+    from timm.data.transforms import MaybePILToTensor
+    from torchvision import transforms
+
+    if isinstance(step, transforms.RandomHorizontalFlip | MaybePILToTensor):
+        return step  # type: ignore[no-any-return]
+    of_arrays = step if for_pixels(step) else lambda pixels: np.array(step(_to_pillow(pixels)))
+    return lambda image: torch.from_numpy(of_arrays(image.permute(1, 2, 0).numpy())).permute(2, 0, 1)

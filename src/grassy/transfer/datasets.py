@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from grassy.data.class_folders import is_hidden
-from grassy.data.decode import read_rgb
+from grassy.data.decode import Crop, read_rgb
 from grassy.data.held_out import split as split_set
 from grassy.data.images import (
     ArrayImages,
@@ -205,11 +205,12 @@ class FileImages(ReaderImages):
     def _known_labels(self) -> np.ndarray | None:
         return self.labels()
 
-    def load(self, index: int) -> tuple[np.ndarray, int]:
+    def load(self, index: int, crop: Crop | None = None) -> tuple[np.ndarray, int]:
         file = self.name(index)
         if self._known_labels is None or not os.path.exists(file):
-            return super().load(index)
-        return read_rgb(file), int(self._known_labels[index])  # torchvision would open any format that Pillow knows
+            return super().load(index, crop)
+        # torchvision would open any format that Pillow knows.
+        return read_rgb(file, crop), int(self._known_labels[index])
 
     def name(self, index: int) -> str:
         files = next((v for k, v in vars(self.dataset).items() if k in ("_image_files", "_images")), None)
