@@ -278,7 +278,7 @@ def test_few_classes_need_no_clustering_and_the_diagonal_is_not_read():
         (torch.rand(3, 4), ValueError, r"got \(3, 4\)"),
         (torch.zeros(0, 0), ValueError, r"got \(0, 0\)"),
         (torch.full((3, 3), math.nan), ValueError, "NaN or Inf"),
-        (-torch.ones(3, 3), ValueError, "not be negative; of a similarity s take"),
+        (-torch.ones(3, 3), ValueError, "not be negative; for a similarity s pass"),
         (torch.arange(9.0).reshape(3, 3), ValueError, "must be symmetric"),
         (torch.ones(3, 3, dtype=torch.complex64), TypeError, "real numbers, got torch.complex64"),
     ],

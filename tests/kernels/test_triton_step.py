@@ -224,7 +224,7 @@ def test_what_would_have_to_be_compiled_while_a_graph_is_captured_is_left_to_pla
     assert made == "made"
     assert "cannot be compiled while a CUDA graph is captured" in refused
     message, moved = report["plain torch"]
-    assert message.endswith("it gets plain torch instead")
+    assert message.endswith("using plain torch instead")
     assert moved
 
 

@@ -1,11 +1,11 @@
-"""What the classes of a classifier are like, and its features: each measure is a function of tensors.
+"""Measures of the features and the classes of a classifier, as functions of tensors.
 
-Shapes: B samples, C classes, K the dimension of a subspace, N that of a feature. All of them compute in float64, in
-blocks, on the device where the tensors are; none tracks gradients.
+Shapes: B samples, C classes, K subspace dimension, N feature dimension. All functions compute in float64, in blocks, on
+the device of their arguments, without gradients.
 
-- features and labels: `variability`, `class_separation`, `neural_collapse`
-- classes alone: `pairwise_principal_angles` of subspaces, `class_vector_angles`, and `cluster_order` to show them in
-- how features use the subspace of their class: `class_spectra`, `class_effective_ranks`, `effective_rank`
+- Features and labels: `variability`, `class_separation`, `neural_collapse`.
+- Classes: `pairwise_principal_angles` of subspaces, `class_vector_angles`, and `cluster_order` to sort them.
+- How features use the subspace of their class: `class_spectra`, `class_effective_ranks`, `effective_rank`.
 """
 
 from grassy.analysis.class_angles import class_vector_angles, pairwise_principal_angles

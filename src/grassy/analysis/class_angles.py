@@ -1,4 +1,4 @@
-"""Angles between all pairs of classes: principal angles of subspaces, plain angles of vectors (paper, Section 5.3)."""
+"""Angles between all pairs of classes: principal angles of subspaces, angles of vectors (paper, Section 5.3)."""
 
 import math
 
@@ -7,24 +7,38 @@ from torch import Tensor
 
 from grassy import geometry
 
-PAIRS_AT_ONCE = 32768  # of up to 8 dimensions: their products take 16 MB; of more dimensions fewer, for the same memory
+PAIRS_AT_ONCE = 32768  # for K <= 8, where their K x K matrices take 16 MB; fewer for larger K
 
 
 @torch.no_grad()
 def pairwise_principal_angles(weight: Tensor) -> Tensor:
-    """The principal angles between every two of C subspaces in radians, ascending, (C, C, K).
+    """Return the principal angles between all pairs of C subspaces, in radians, ascending.
 
-    weight (C, K, N) holds a basis of each class in its rows; zero rows are absent directions. The first angle is the
-    least that a vector of one subspace makes with one of the other; each next one is the least among those at right
-    angles to the vectors before. They are what `grassy.geometry.principal_angles` gives for each pair: two classes of
-    dimensions k_i and k_j have min(k_i, k_j) angles and NaN after them; a class is at exactly 0 from itself.
+    The first angle is the smallest between a vector of one subspace and a vector of the other. Each further angle is
+    the smallest among vectors orthogonal to the previous ones. `grassy.geometry.principal_angles` gives the same for
+    one pair.
 
-    A basis that is orthonormal only up to rounding, or not at all, is made so first. The result has the dtype of the
-    weight, at least float32. Before it is rounded to that, it is within 2e-7 of the angles between the given subspaces,
-    and within 1e-10 of those between 1e-4 and π/2 − 1e-4. Raises ValueError if the nonzero rows of a class are
-    linearly dependent.
+    The error is at most 2e-7, and at most 1e-10 for angles between 1e-4 and π/2 − 1e-4, before rounding to the dtype of
+    the result. The cost is half of a float64 matmul of all bases, (CK)² N operations, and C²/2 eigenvalue problems of
+    size K.
 
-    Work: half of one product of all bases in float64, (CK)² N operations, and C²/2 eigenvalue problems of size K.
+    Args:
+        weight: A basis of each class as rows, (C, K, N). Zero rows are absent directions. Bases need not be
+            orthonormal.
+
+    Returns:
+        Angles (C, C, K) in the dtype of the weight, at least float32. Two classes of dimensions k_i and k_j have
+        min(k_i, k_j) angles, followed by NaN. The angles of a class with itself are exactly 0.
+
+    Raises:
+        TypeError: If the weight is not floating point.
+        ValueError: If the weight has the wrong shape or holds NaN or Inf, or if the nonzero rows of a class are
+            linearly dependent.
+
+    Examples:
+        >>> from grassy import analysis, geometry
+        >>> analysis.pairwise_principal_angles(geometry.random_subspace(10, 4, 64)).shape
+        torch.Size([10, 10, 4])
     """
     bases = orthonormal_bases(weight)
     classes, k, _ = bases.shape
@@ -37,13 +51,13 @@ def pairwise_principal_angles(weight: Tensor) -> Tensor:
         products = rows.flatten(0, 1) @ bases[start:].flatten(0, 1).mT
         products = products.unflatten(0, (-1, k)).unflatten(2, (-1, k)).transpose(1, 2)  # (rows, C - start, K, K)
         first, second = torch.ones(products.shape[:2], device=bases.device).triu(1).nonzero(as_tuple=True)
-        if not len(first):  # the last class alone
+        if not len(first):  # only the last class is left
             break
         products = products[first, second]
         first, second = first + start, second + start
-        # cos² are the eigenvalues of P Pᵀ, sin² those of I − P Pᵀ. In float32 either would lose half of the digits at
-        # its end, 3e-4 rad; with bases that are orthonormal in float64 the squares are off by some 1e-15, which is
-        # 3e-8 in an angle at 0° or 90° and nothing to speak of elsewhere.
+        # The eigenvalues of P Pᵀ are cos². In float32, angles near 0° or 90° would be off by 3e-4 rad. With bases that
+        # are orthonormal in float64, the error of the squares is about 1e-15: 3e-8 rad at 0° or 90°, negligible
+        # elsewhere.
         squared = torch.linalg.eigvalsh(products @ products.mT).flip(-1).clamp(0, 1)
         pairs = torch.atan2((1 - squared).sqrt(), squared.sqrt())
         count = torch.minimum(dims[first], dims[second]).unsqueeze(-1)
@@ -57,10 +71,19 @@ def pairwise_principal_angles(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def class_vector_angles(weight: Tensor) -> Tensor:
-    """The angle between every two class vectors in radians, 0 to π, (C, C): for heads with one vector a class.
+    """Return the angles between all pairs of class vectors, in radians, for heads with one vector per class.
 
-    weight (C, N). Unlike principal angles these exceed π/2 where vectors point away from each other. A zero vector has
-    no direction: its angles are NaN. The result has the dtype of the weight, at least float32, and errors as there.
+    Unlike principal angles, they exceed π/2 where vectors point away from each other.
+
+    Args:
+        weight: Class vectors (C, N).
+
+    Returns:
+        Angles (C, C) in [0, π], in the dtype of the weight, at least float32. The angles of a zero vector are NaN.
+
+    Raises:
+        TypeError: If the weight is not floating point.
+        ValueError: If the weight has the wrong shape or holds NaN or Inf.
     """
     weight = check_weight(weight, "(classes, width)", 2)
     vectors = weight.double()
@@ -71,13 +94,13 @@ def class_vector_angles(weight: Tensor) -> Tensor:
     for start in range(0, len(vectors), rows_at_once):
         rows = vectors[start : start + rows_at_once]
         angles[start : start + rows_at_once] = (rows @ vectors.mT).clamp(-1, 1).arccos()
-    angles = torch.where(angles.mT < angles, angles.mT, angles)  # rounding must not depend on the order of a pair
+    angles = torch.where(angles.mT < angles, angles.mT, angles)  # exactly symmetric in spite of rounding
     angles.diagonal().masked_fill_(length.squeeze(-1) > 0, 0.0)
     return angles
 
 
 def orthonormal_bases(weight: Tensor) -> Tensor:
-    """The subspaces of a weight (C, K, N), each by a basis that is orthonormal in float64, or a clear error."""
+    """Return float64-orthonormal bases of the subspaces of a weight (C, K, N), after checking it."""
     weight = check_weight(weight, "(classes, k, width)", 3)
     if weight.shape[1] > weight.shape[2]:
         raise ValueError(f"weight must have shape (classes, k, width) with k <= width, got {tuple(weight.shape)}")

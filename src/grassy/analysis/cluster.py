@@ -1,4 +1,4 @@
-"""An order of classes in which similar ones stand side by side, for pictures of (C, C) matrices."""
+"""An order of classes that puts similar ones side by side, for pictures of (C, C) matrices."""
 
 import numpy as np
 import torch
@@ -6,24 +6,34 @@ from torch import Tensor
 
 from grassy.extras import needs
 
-# The search for the best order takes ten times as long for twice the classes: 2 s for 1,000, 16 s for 2,000 of them.
+# Twice as many classes take about ten times as long: 2 s for 1,000 and 16 s for 2,000.
 MOST_FOR_BEST_ORDER = 2000
 
 
 @needs("cluster_order", extra="report")
 @torch.no_grad()
 def cluster_order(distance: Tensor) -> Tensor:
-    """A permutation (C,) of classes that puts those at a small distance (C, C) beside each other.
+    """Return a permutation of the classes that puts classes at a small distance next to each other.
 
-    ``matrix[order][:, order]`` shows families of classes as blocks along its diagonal. Average linkage joins the two
-    groups with the least mean distance until one is left; of the 2^(C − 1) orders that never tear a group apart it is
-    the one with the least sum of distances between neighbours (Bar-Joseph et al. 2001), by scipy. Of more than 2,000
-    classes it is one of those orders, but not the best: each join turns its two groups so that the ends which meet are
-    the closest (Gruvaeus & Wainer 1972). Of an order and its reverse, the one that begins with the smaller number is
-    taken.
+    `matrix[order][:, order]` shows families of classes as blocks along its diagonal. Needs scipy.
 
-    distance is symmetric and not negative; its diagonal is not read. Angles are distances; of a similarity s take
-    ``s.max() - s``. Needs scipy.
+    Average linkage merges the two clusters with the smallest mean distance until one is left. Among the 2^(C − 1)
+    orders that keep clusters together, scipy finds the one with the smallest sum of distances between neighbours
+    (Bar-Joseph et al. 2001). For more than 2,000 classes a faster heuristic flips the two clusters of each merge so
+    that their closest ends meet (Gruvaeus & Wainer 1972). The order starts with the smaller of the two classes at its
+    ends.
+
+    Args:
+        distance: Symmetric, non-negative distances (C, C), such as angles. The diagonal is ignored. For a similarity s
+            pass `s.max() - s`.
+
+    Returns:
+        Class indices (C,), int64, on the CPU.
+
+    Raises:
+        TypeError: If the distances are complex or boolean.
+        ValueError: If the distances have the wrong shape, are negative, not symmetric or not finite.
+        ModuleNotFoundError: If scipy is missing.
     """
     distance = torch.as_tensor(distance)
     if distance.is_complex() or distance.dtype == torch.bool:
@@ -36,7 +46,7 @@ def cluster_order(distance: Tensor) -> Tensor:
     if not bool((condensed.isfinite() & mirrored.isfinite()).all()):
         raise ValueError("distance holds NaN or Inf")
     if bool((condensed < 0).any()):
-        raise ValueError("distance must not be negative; of a similarity s take s.max() - s")
+        raise ValueError("distance must not be negative; for a similarity s pass s.max() - s")
     if not torch.allclose(condensed, mirrored, rtol=1e-5, atol=1e-8):
         raise ValueError("distance must be symmetric")
     if len(distance) < 3:
@@ -52,7 +62,7 @@ def cluster_order(distance: Tensor) -> Tensor:
 
 
 def _join_closest_ends(joins: np.ndarray, distance: np.ndarray) -> np.ndarray:
-    """The leaves of scipy's table of joins: row i makes group C + i of the groups it begins with, a class being one."""
+    """Return the leaves of scipy's linkage table, in which row i merges two clusters into cluster C + i."""
     groups = {label: np.array([label]) for label in range(len(distance))}
     for made, (first, second) in enumerate(joins[:, :2].astype(int), start=len(distance)):
         a, b = groups.pop(first), groups.pop(second)

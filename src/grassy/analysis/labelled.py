@@ -1,15 +1,15 @@
-"""Features with a label each: checked once, then visited in blocks (`split`), so that float64 copies stay small."""
+"""Labelled features: checked once, then processed in blocks (`split`), so that float64 copies stay small."""
 
 import math
 
 import torch
 from torch import Tensor
 
-ROWS_AT_ONCE = 512  # of width 2048 they take 8 MB in float64; more would cost time, in cache misses and page faults
+ROWS_AT_ONCE = 512  # 8 MB in float64 for N = 2048; larger blocks are slower, by cache misses and page faults
 
 
 def check_labelled_features(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Features (B, N) and labels (B,) as tensors on one device, or an error that says what is wrong with them."""
+    """Return features (B, N) and labels (B,) as tensors on one device; raise TypeError or ValueError if invalid."""
     features, labels = torch.as_tensor(features), torch.as_tensor(labels)
     if not features.is_floating_point():
         raise TypeError(f"features must be floating point, got {features.dtype}")
@@ -26,7 +26,7 @@ def check_labelled_features(features: Tensor, labels: Tensor) -> tuple[Tensor, T
 
 
 def check_labels_of_classes(labels: Tensor, classes: int) -> None:
-    """Labels (B,) name rows of a weight of so many classes, or an error says which one does not."""
+    """Raise ValueError unless all labels (B,) lie in [0, classes)."""
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= classes:
         wrong = low if low < 0 else high
@@ -34,16 +34,17 @@ def check_labels_of_classes(labels: Tensor, classes: int) -> None:
 
 
 def members_by_class(labels: Tensor) -> dict[int, Tensor]:
-    """The indices of the samples of each class that occurs, by its label, ascending."""
+    """Return the indices of the samples of each class that occurs, by label in ascending order."""
     classes, counts = labels.unique(return_counts=True)
     members = labels.argsort(stable=True).split(counts.tolist())
     return dict(zip(classes.tolist(), members, strict=True))
 
 
 def directions(vectors: Tensor, noise: Tensor | float = 0.0) -> Tensor:
-    """Unit vectors (B, N + 1) of float64 vectors (B, N).
+    """Normalise float64 vectors (B, N) to unit vectors (B, N + 1).
 
-    Those no longer than `noise` point along an axis of their own, the last one: at a right angle to all others.
+    Vectors with a norm of at most `noise` have no direction. They point along the extra last axis, orthogonal to all
+    others.
     """
     length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
     absent = length <= noise

@@ -1,4 +1,4 @@
-"""Neural collapse: do features fall onto their class means, and those onto a simplex? (Papyan, Han, Donoho 2020.)"""
+"""Neural collapse: do features converge to their class means, and these to a simplex? (Papyan, Han, Donoho 2020.)"""
 
 import math
 from typing import NamedTuple
@@ -9,38 +9,46 @@ from torch import Tensor
 from grassy.analysis.class_angles import check_weight
 from grassy.analysis.labelled import ROWS_AT_ONCE, check_labelled_features, check_labels_of_classes
 
-# A direction in which the class means vary by less than this, relative to where they vary most, is rounding of float32:
-# the pseudo-inverse leaves it out.
+# Relative to the largest singular value. Smaller ones are float32 rounding, and the pseudo-inverse drops them.
 SMALLEST_SINGULAR_VALUE = 1e-6
 
 
 class NeuralCollapse(NamedTuple):
-    """All five tend to 0 as a classifier with class vectors collapses."""
+    """Measures of neural collapse. All of them tend to 0 as a classifier with class vectors collapses."""
 
     within_over_between: float
     """NC1: tr(Σ_W Σ_B⁺)/C."""
     norm_deviation: float
-    """NC2, equal norms: the standard deviation of ‖μ_c − μ‖ over its mean."""
+    """NC2, equal norms: the standard deviation of ‖μ_c − μ‖ divided by its mean."""
     cosine_deviation: float
     """NC2, equal angles: the standard deviation of cos(μ_c − μ, μ_d − μ) over the pairs c ≠ d."""
     simplex_deviation: float
-    """NC2, angles as large as can be: the mean of |cos(μ_c − μ, μ_d − μ) + 1/(C − 1)| over the pairs c ≠ d."""
+    """NC2, largest possible angles: the mean of |cos(μ_c − μ, μ_d − μ) + 1/(C − 1)| over the pairs c ≠ d."""
     self_duality: float | None
-    """NC3: ‖W/‖W‖ − M/‖M‖‖² in Frobenius norms, M with rows μ_c − μ; None without class vectors."""
+    """NC3: ‖W/‖W‖ − M/‖M‖‖² in Frobenius norms, where M has the rows μ_c − μ. None without class vectors."""
 
 
 @torch.no_grad()
 def neural_collapse(features: Tensor, labels: Tensor, weight: Tensor | None = None) -> NeuralCollapse:
-    """How far features (B, N) with labels (B,), integers, have collapsed; see `NeuralCollapse` for the measures.
+    """Measure how far features have collapsed; `NeuralCollapse` defines the measures.
 
-    μ_c is the mean of class c, μ the mean of the C class means, Σ_W the mean over classes of the covariance of a class
-    around μ_c, Σ_B = (1/C) Σ_c (μ_c − μ)(μ_c − μ)ᵀ, ⁺ the pseudo-inverse, standard deviations those of a population.
-    Every class that occurs weighs the same; for classes of equal size this is the definition of Papyan et al., who have
-    no other.
+    Notation: μ_c is the mean of class c, and μ the mean of the C class means. Σ_W is the mean over classes of the
+    covariance around μ_c, and Σ_B = (1/C) Σ_c (μ_c − μ)(μ_c − μ)ᵀ. The pseudo-inverse is ⁺. Standard deviations are
+    those of a population. Each class that occurs has the same weight, as in Papyan et al., who have classes of equal
+    size.
 
-    NC3 compares the class means with a weight (C, N) of class vectors, of which labels are the row numbers. For a
-    weight (C, K, N) of subspaces it is not defined, and None.
-    NC1 and NC3 are NaN if all class means coincide, NC2 is NaN if one of them coincides with μ.
+    Args:
+        features: Features (B, N), floating point.
+        labels: Integer labels (B,).
+        weight: Class vectors (C, N), of which labels are row indices. Needed for NC3, which is None without it and for
+            a weight of subspaces (C, K, N).
+
+    Returns:
+        The measures. NC1 and NC3 are NaN if all class means coincide. NC2 is NaN if one of them coincides with μ.
+
+    Raises:
+        TypeError: If the features are not floating point or the labels not integers.
+        ValueError: If a shape or a label is wrong, a value is not finite, or there are fewer than 2 classes.
     """
     features, labels = check_labelled_features(features, labels)
     classes, index, counts = labels.unique(return_inverse=True, return_counts=True)
@@ -67,7 +75,7 @@ def neural_collapse(features: Tensor, labels: Tensor, weight: Tensor | None = No
 
 
 def _within_over_between(features: Tensor, index: Tensor, counts: Tensor, means: Tensor, centred: Tensor) -> float:
-    """tr(Σ_W Σ_B⁺)/C, without a matrix N x N: with M = U S Vᵀ the centred means, Σ_B⁺ = C V S⁻² Vᵀ."""
+    """Return tr(Σ_W Σ_B⁺)/C without an N x N matrix: for the centred means M = U S Vᵀ, Σ_B⁺ = C V S⁻² Vᵀ."""
     _, singular, vt = torch.linalg.svd(centred, full_matrices=False)
     kept = singular > SMALLEST_SINGULAR_VALUE * singular[0]
     if not bool(kept.any()):
@@ -81,7 +89,7 @@ def _within_over_between(features: Tensor, index: Tensor, counts: Tensor, means:
 
 
 def _simplex(centred: Tensor) -> tuple[float, float, float]:
-    """The three measures of NC2 from the centred class means (C, N)."""
+    """Return the three measures of NC2 for the centred class means (C, N)."""
     number = len(centred)
     length = torch.linalg.vector_norm(centred, dim=-1)
     if not bool((length > 0).all()):
@@ -99,7 +107,7 @@ def _simplex(centred: Tensor) -> tuple[float, float, float]:
 
 
 def _class_vectors(weight: Tensor, features: Tensor, labels: Tensor) -> Tensor | None:
-    """The weight (C, N) in float64 beside the features, or None if it is one of subspaces."""
+    """Return the weight (C, N) in float64 on the device of the features, or None for a weight of subspaces."""
     weight = torch.as_tensor(weight)
     subspaces = weight.ndim == 3
     weight = check_weight(weight, "(classes, k, width)" if subspaces else "(classes, width)", 3 if subspaces else 2)

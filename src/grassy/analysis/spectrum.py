@@ -1,4 +1,4 @@
-"""How features use the subspace of their class: the spectrum of their coordinates in it, and its effective rank."""
+"""How features use the subspace of their class: the spectrum of their coordinates and its effective rank."""
 
 import math
 
@@ -11,13 +11,29 @@ from grassy.analysis.labelled import ROWS_AT_ONCE, check_labelled_features, chec
 
 @torch.no_grad()
 def effective_rank(coordinates: Tensor) -> Tensor:
-    """The number of directions that vectors use, between 1 and K, not necessarily whole: (..., B, K) -> (...), float64.
+    """Return the effective rank of sets of vectors: how many directions they use.
 
-    exp(−Σ p_i log p_i), where p_i = σ_i²/Σσ² are the shares of energy along the principal directions and σ_i the
-    singular values of the coordinates, which are not centred: a class that sits at one point of its subspace uses one
-    direction of it. (Roy & Vetterli 2007, who introduced the name, have p_i = σ_i/Σσ; shares of energy add up to what
-    the logit sees.) Vectors that are spread evenly over m orthogonal directions have effective rank m; it does not
-    depend on the basis nor on the scale. Vectors that are all zero have effective rank 0.
+    It is exp(−Σ p_i log p_i), where p_i = σ_i²/Σσ² is the fraction of energy along the i-th principal direction and σ_i
+    are the singular values of the coordinates. Vectors spread evenly over m orthogonal directions have effective rank
+    m. It does not depend on the basis or the scale.
+
+    Coordinates are not centred: a class that sits at one point of its subspace uses one direction. Roy & Vetterli
+    (2007), who introduced the name, use p_i = σ_i/Σσ. We use energies, because they add up to the squared logit.
+
+    Args:
+        coordinates: Sets of B vectors of dimension K, (..., B, K), floating point.
+
+    Returns:
+        Effective ranks (...) in [1, K], float64. It is 0 if all vectors are zero.
+
+    Raises:
+        TypeError: If the coordinates are not floating point.
+        ValueError: If the shape is wrong or a value is not finite.
+
+    Examples:
+        >>> import torch, grassy
+        >>> round(float(grassy.analysis.effective_rank(torch.eye(5))), 6)
+        5.0
     """
     coordinates = torch.as_tensor(coordinates)
     if not coordinates.is_floating_point():
@@ -33,14 +49,23 @@ def effective_rank(coordinates: Tensor) -> Tensor:
 
 @torch.no_grad()
 def class_spectra(features: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
-    """Where the energy of the features of a class goes: shares along K directions of its subspace, (C, K), float64.
+    """Return how the energy of each class's features is distributed over K directions of its subspace.
 
-    features (B, N); labels (B,), integers from 0 to C − 1; weight (C, K, N). With x̂ the feature divided by its length,
-    W_c an orthonormal basis of the subspace of class c and t = W_c x̂ the coordinates of its samples, the row of class c
-    is the eigenvalues of the mean of t tᵀ, descending: the mean of ‖t‖² split along its principal directions. They add
-    up to at most 1, and 1 minus their sum is the share of energy outside of the subspace.
+    Let x̂ be a unit feature of class c, W_c an orthonormal basis of its subspace, and t = W_c x̂ its coordinates. Row c
+    holds the eigenvalues of the mean of t tᵀ, in descending order. Their sum is the mean of ‖t‖², at most 1. The
+    remaining fraction of energy lies outside the subspace.
 
-    Absent directions have share 0. Zero features have no direction and are left out. A class without samples is NaN.
+    Args:
+        features: Features (B, N), floating point. Zero features are ignored.
+        labels: Integer labels (B,) from 0 to C − 1.
+        weight: Subspaces (C, K, N).
+
+    Returns:
+        Fractions of energy (C, K), float64. Absent directions have 0, classes without samples NaN.
+
+    Raises:
+        TypeError: If the features are not floating point or the labels not integers.
+        ValueError: If shapes or labels do not fit the weight, or a value is not finite.
     """
     features, labels = check_labelled_features(features, labels)
     bases = orthonormal_bases(weight)
@@ -57,33 +82,45 @@ def class_spectra(features: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
             coordinates = (rows @ bases[label].mT / length).masked_fill(length == 0, 0.0)
             total += coordinates.mT @ coordinates
             samples += (length > 0).sum()
-        moments[label] = total / samples  # NaN if there are none with a direction
+        moments[label] = total / samples  # NaN without nonzero features
     empty = moments[:, 0, 0].isnan().unsqueeze(-1)
     return _energies(moments.nan_to_num(nan=0.0)).masked_fill(empty, math.nan)
 
 
 @torch.no_grad()
 def class_effective_ranks(features: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
-    """How many directions of its subspace each class uses, (C,), float64: `effective_rank` of its coordinates W_c x̂.
+    """Return how many directions of its subspace each class uses: the `effective_rank` of its coordinates W_c x̂.
 
-    Arguments as for `class_spectra`. Every sample counts the same, whatever the length of its feature. NaN for a class
-    without samples, 0 for one whose features are all orthogonal to its subspace.
+    Each sample has the same weight, whatever the length of its feature.
+
+    Args:
+        features: Features (B, N), floating point. Zero features are ignored.
+        labels: Integer labels (B,) from 0 to C − 1.
+        weight: Subspaces (C, K, N).
+
+    Returns:
+        Effective ranks (C,), float64. NaN for a class without samples, 0 if all its features are orthogonal to its
+        subspace.
+
+    Raises:
+        TypeError: As `class_spectra`.
+        ValueError: As `class_spectra`.
     """
     return _rank_of_shares(class_spectra(features, labels, weight))
 
 
 def effective_rank_of_moments(moments: Tensor) -> Tensor:
-    """`effective_rank` of vectors of which only the sum of t tᵀ is known, (..., K, K) -> (...); 0 where it is zero."""
+    """Return the effective rank (...) of vectors t, given the sums of t tᵀ, (..., K, K). It is 0 where the sum is."""
     return _rank_of_shares(_energies(moments))
 
 
 def _energies(moments: Tensor) -> Tensor:
-    """Eigenvalues of positive semidefinite matrices (..., K, K), descending; what is negative is rounding."""
+    """Return the eigenvalues of positive semidefinite matrices (..., K, K), descending. Negative ones are rounding."""
     return torch.linalg.eigvalsh(moments).flip(-1).clamp_min(0)
 
 
 def _rank_of_shares(energies: Tensor) -> Tensor:
-    """The exponential of the entropy of energies (..., K) divided by their sum; 0 where all are 0."""
+    """Return the exponential of the entropy of the normalised energies (..., K), or 0 where all are 0."""
     total = energies.sum(-1, keepdim=True)
     shares = energies / total
     rank = torch.special.entr(shares).sum(-1).exp()

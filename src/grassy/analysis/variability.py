@@ -1,4 +1,4 @@
-"""Intra-class variability: how far the features of one class point away from each other (paper, Section 5.2)."""
+"""Intra-class variability: the mean angle between features of one class (paper, Section 5.2)."""
 
 import math
 
@@ -7,23 +7,39 @@ from torch import Tensor
 
 from grassy.analysis.labelled import ROWS_AT_ONCE, check_labelled_features, directions, members_by_class
 
-SAMPLES_AT_ONCE = 2048  # of a class, against blocks of all its others: enough to make up for reading those again
+SAMPLES_AT_ONCE = 2048  # compared with blocks of the whole class: enough to amortise reading these repeatedly
 
 
 @torch.no_grad()
 def variability(features: Tensor, labels: Tensor) -> float:
-    """The mean angle in degrees between two features of a class, averaged over the classes, each weighing the same.
+    """Return the mean angle in degrees between features of the same class, averaged over the classes.
 
-    features (B, N), any floating dtype; labels (B,), integers. Features are centred by their mean over all classes.
-    The pairs are all ordered ones, a sample with itself included at 0°, so a class of m samples that are pairwise at
-    angle θ counts θ(m − 1)/m.
+    Features are centred by their overall mean. Each class has the same weight. All ordered pairs count, including a
+    sample with itself at 0°. So a class of m samples at pairwise angle θ has θ(m − 1)/m.
 
-    A feature that equals the mean has no direction: it is at 90° to those that have one and at 0° to those that have
-    none, so a network that maps everything to one point has variability 0.
+    A feature that equals the mean has no direction. Its angle is 90° to other features and 0° to those without a
+    direction, so a network that maps everything to one point has variability 0.
+
+    Args:
+        features: Features (B, N), floating point.
+        labels: Integer labels (B,).
+
+    Returns:
+        The angle in degrees.
+
+    Raises:
+        TypeError: If the features are not floating point or the labels not integers.
+        ValueError: If a shape is wrong or a feature is not finite.
+
+    Examples:
+        >>> import torch, grassy
+        >>> features, labels = torch.randn(1000, 64), torch.arange(1000) % 10
+        >>> 85 < grassy.analysis.variability(features, labels) < 95
+        True
     """
     features, labels = check_labelled_features(features, labels)
     mean, largest = _mean_and_largest_norm(features)
-    noise = 1e-12 * largest  # a difference from the mean below this is rounding
+    noise = 1e-12 * largest  # smaller differences from the mean are rounding
     classes = members_by_class(labels).values()
     total = sum(_mean_angle(features, members, mean, noise) for members in classes)
     return math.degrees(total / len(classes))
@@ -39,7 +55,7 @@ def _mean_and_largest_norm(features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mean_angle(features: Tensor, members: Tensor, mean: Tensor, noise: Tensor) -> float:
-    """The mean angle in radians over all ordered pairs of the samples whose indices are `members`."""
+    """Return the mean angle in radians over all ordered pairs of the samples with the indices `members`."""
 
     def unit(indices: Tensor) -> Tensor:
         return directions(features[indices].double().sub_(mean), noise)
@@ -49,10 +65,10 @@ def _mean_angle(features: Tensor, members: Tensor, mean: Tensor, noise: Tensor) 
         several = members[start : start + SAMPLES_AT_ONCE]
         first = unit(several)
         if start == 0:
-            center = first.mean(0)  # any vector will do that is close to all of them if they are close together
+            center = first.mean(0)  # need not be exact: see _angles
         first.sub_(center)
         for block in members[:start].split(ROWS_AT_ONCE):
-            total += 2 * _angles(first, unit(block).sub_(center)).sum()  # the pair in either order
+            total += 2 * _angles(first, unit(block).sub_(center)).sum()  # both orders of a pair
         for offset, block in zip(range(0, len(first), ROWS_AT_ONCE), first.split(ROWS_AT_ONCE), strict=True):
             angles = _angles(first, block)
             angles[offset : offset + len(block)].fill_diagonal_(0.0)  # a sample and itself
@@ -61,11 +77,10 @@ def _mean_angle(features: Tensor, members: Tensor, mean: Tensor, noise: Tensor) 
 
 
 def _angles(a: Tensor, b: Tensor) -> Tensor:
-    """Angles between unit vectors of which a common vector was subtracted, all pairs: 2 arcsin(‖u − v‖/2).
+    """Return the angles 2 arcsin(‖u − v‖/2) between all pairs of unit vectors, given relative to a common centre.
 
-    arccos(uᵀv) would lose half of the digits where u is near v. The chord, taken from products for their speed, has
-    the same trouble only relative to the size of a and b, which subtracting the centre of a class makes small exactly
-    when its features are close together.
+    arccos(uᵀv) would lose half of the digits where u is near v. Computing ‖u − v‖² by a matmul cancels too, but only
+    relative to the size of a and b. Subtracting the centre makes these small when the features are close together.
     """
     squared = (a @ b.mT).mul_(-2).add_(a.square().sum(-1, keepdim=True)).add_(b.square().sum(-1))
     return squared.clamp_(0, 4).sqrt_().div_(2).arcsin_().mul_(2)

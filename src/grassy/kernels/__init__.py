@@ -1,6 +1,7 @@
-"""The hot paths: the step of Algorithm 1 and the head. `reference.py` is their specification in plain torch.
+"""The hot paths: the optimizer step (Algorithm 1) and the head. `reference.py` specifies them in plain torch.
 
-`impl="auto"` takes the fastest implementation that supports the tensors; naming one asks for that one or an error.
+`impl="auto"` chooses the fastest implementation that supports the tensors. A named implementation either runs or
+raises.
 """
 
 from grassy.kernels.dispatch import choose, explain, explain_logits

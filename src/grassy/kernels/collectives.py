@@ -1,6 +1,6 @@
-"""What the processes that share a head say to each other, on plain tensors.
+"""Collectives on plain tensors between the processes that share a head.
 
-The only file that knows which names these functions have in which version of torch. With one process, or with no group,
+Only this file knows the names of these functions in different versions of torch. With one process, or without a group,
 nothing is sent.
 """
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-# Of torch 2.13 on; the older names warn there.
+# The new names exist since torch 2.13, where the old ones warn.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -19,7 +19,7 @@ def world_size(group: Any) -> int:
 
 
 def gathered(rows: Tensor, group: Any) -> Tensor:
-    """The rows (B_l, ...) of all processes, one after the other: (W·B_l, ...). All must bring equally many."""
+    """Concatenate the rows (B_l, ...) of all processes: (W·B_l, ...). B_l must be equal in all of them."""
     if (world := world_size(group)) == 1:
         return rows
     result = rows.new_empty(world * rows.shape[0], *rows.shape[1:])
@@ -28,7 +28,7 @@ def gathered(rows: Tensor, group: Any) -> Tensor:
 
 
 def scattered_sum(rows: Tensor, group: Any) -> Tensor:
-    """The sum over all processes of their (W·B_l, ...), and of that the rows of this process: (B_l, ...)."""
+    """Sum the rows (W·B_l, ...) over all processes and return those of this process: (B_l, ...)."""
     if (world := world_size(group)) == 1:
         return rows
     result = rows.new_empty(rows.shape[0] // world, *rows.shape[1:])
@@ -37,17 +37,17 @@ def scattered_sum(rows: Tensor, group: Any) -> Tensor:
 
 
 def maximum(values: Tensor, group: Any) -> Tensor:
-    """The largest value of any process, element by element."""
+    """Return the elementwise maximum over all processes."""
     return _reduced(values, dist.ReduceOp.MAX, group)
 
 
 def total(values: Tensor, group: Any) -> Tensor:
-    """The sum over all processes, element by element."""
+    """Return the elementwise sum over all processes."""
     return _reduced(values, dist.ReduceOp.SUM, group)
 
 
 def exchanged(blocks: Tensor, group: Any) -> Tensor:
-    """Of blocks (W, ...), the i-th for process i, those that the others have for this one: (W, ...)."""
+    """Send block i of blocks (W, ...) to process i and return the blocks received from all processes: (W, ...)."""
     if world_size(group) == 1:
         return blocks
     result = blocks.new_empty(blocks.shape)

@@ -1,4 +1,4 @@
-"""Where kernels are kept that were compiled at first use: $GRASSY_CACHE, or ~/.cache/grassy."""
+"""The folder of kernels compiled at first use: $GRASSY_CACHE, or ~/.cache/grassy."""
 
 import os
 import tempfile
@@ -8,14 +8,15 @@ from pathlib import Path
 
 
 def folder() -> Path:
-    """RuntimeError if there is neither $GRASSY_CACHE nor a home."""
+    """Return the folder. Raises RuntimeError if there is neither $GRASSY_CACHE nor a home directory."""
     return Path(os.environ.get("GRASSY_CACHE") or Path.home() / ".cache" / "grassy")
 
 
 @contextmanager
 def written_whole(name: str) -> Iterator[Path]:
-    """A path to write to; the file then lies in the folder under `name`, whole or not at all, also if two processes
-    do this at once.
+    """Yield a path to write to, and move the file to `name` in the folder afterwards.
+
+    The move is atomic, so no process ever sees a partial file.
     """
     folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder()) as temporary:

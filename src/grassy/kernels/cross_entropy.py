@@ -1,12 +1,12 @@
-"""Softmax cross-entropy of subspace logits without the logits, as an operator that torch.compile keeps whole.
+"""Softmax cross-entropy of subspace logits without storing them, as a custom operator for torch.compile.
 
-Of B x C x K coordinates only those of a chunk of classes exist at a time, if there are many: the forward goes through
-the chunks with the running maximum and sums of each row, and the backward computes them again, but for the first few,
-which are kept. Shapes: B batch, C classes, K subspace dimension, N feature dimension; y (B, c·K) are the coordinates of
-c classes in a row.
+If there are many coordinates, B x C x K, they exist for one chunk of classes at a time. The forward updates the running
+maximum and sums of each row, chunk by chunk. The backward recomputes the coordinates, except for the first chunks,
+which are stored. Shapes: B batch, C classes, K subspace dimension, N feature dimension. y (B, c·K) holds the
+coordinates of c classes.
 
-With l_c = γ‖y_c‖, target probabilities t_c (one for a label, zero elsewhere), smoothed to t'_c = (1−ε)t_c + ε/C, and
-T = Σ t'_c: the loss of a row is Σ t'_c (log Σ exp l − l_c) and ∂loss/∂l_c = T p_c − t'_c with p = softmax(l).
+Let l_c = γ‖y_c‖. Target probabilities t_c (1 for a label, 0 elsewhere) are smoothed to t'_c = (1−ε)t_c + ε/C, and
+T = Σ t'_c. The loss of a row is Σ t'_c (log Σ exp l − l_c), and ∂loss/∂l_c = T p_c − t'_c with p = softmax(l).
 """
 
 import sys
@@ -29,16 +29,16 @@ from grassy.kernels.logits import (
 from grassy.kernels.logits import supports as logits_support
 from grassy.kernels.reference import scale_of_long_vectors, subspace_logits
 
-#: Up to so many coordinates (or numbers in the weight, which is copied in half precision) are one chunk.
+#: Up to this number of coordinates, or elements of the weight, which is cast to half precision, there is one chunk.
 WHOLE = 2**26
-#: So many are in a chunk otherwise: 32 MiB in bfloat16, which a large GPU's cache holds.
+#: Size of a chunk otherwise: 32 MiB in bfloat16, which fits into the cache of a large GPU.
 CHUNK = 2**24
-#: So many are kept for the backward, at most: 224 MiB in bfloat16. The others are computed twice.
+#: Largest number of coordinates stored for the backward: 224 MiB in bfloat16. The others are recomputed.
 KEEP = 7 * CHUNK
 
 
 class Terms(NamedTuple):
-    """What a loss is made of, besides tensors."""
+    """Parameters of a loss that are not tensors."""
 
     classes: int
     k: int
@@ -47,7 +47,7 @@ class Terms(NamedTuple):
     ignore_index: int
     #: Added to the logits.
     shift: float = 0.0
-    #: Whether the classes are all there are, so that after the last ones the loss is known.
+    #: Whether these are all classes, so that the last chunk completes the loss.
     finish: bool = True
 
 
@@ -62,9 +62,9 @@ def subspace_cross_entropy(
     ignore_index: int,
     impl: str,
 ) -> Tensor:
-    """`kernels.subspace_cross_entropy` by "triton" or in "chunks" of plain torch, or all at once by the "reference"."""
+    """Compute `kernels.subspace_cross_entropy` with the given implementation."""
     soft = target.is_floating_point()
-    # Labels as int64: in uint8, which torch takes, the -100 of those to ignore would be class 156.
+    # As int64: in uint8, which torch accepts, ignore_index -100 would be class 156.
     flat = target.reshape(-1, target.shape[-1]) if soft else target.reshape(-1).long()
     if impl != "reference":
         x, gamma, normalize = absorbed(x, gamma, normalize)
@@ -90,8 +90,8 @@ def subspace_cross_entropy(
 
 
 def supports(x: Tensor, weight: Tensor, target: Tensor, gamma: float | Tensor) -> str | None:
-    """Why the operators, by kernels or in chunks, do not take such tensors, None if they do."""
-    return "the target wants a gradient" if wants_grad(target) else logits_support(x, weight, gamma)
+    """Return why the operators do not support these tensors, or None if they do."""
+    return "the target requires a gradient" if wants_grad(target) else logits_support(x, weight, gamma)
 
 
 def check(x: Tensor, weight: Tensor, target: Tensor, label_smoothing: float, reduction: str) -> None:
@@ -106,34 +106,34 @@ def check(x: Tensor, weight: Tensor, target: Tensor, label_smoothing: float, red
         )
     expected = (*x.shape[:-1], weight.shape[0]) if target.is_floating_point() else x.shape[:-1]
     if target.shape != torch.Size(expected):
-        raise ValueError(f"need a target of shape {tuple(expected)} for such features, got {tuple(target.shape)}")
+        raise ValueError(f"need a target of shape {tuple(expected)} for these features, got {tuple(target.shape)}")
 
 
 # --- the pieces in plain torch ----------------------------------------------------------------------------------
 
 
 def unit(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x̂ = x/‖x‖ (B, N) in the precision of the products, and 1/‖x‖ (B,); both zero for a zero feature."""
+    """Return x̂ = x/‖x‖ (B, N) in the dtype of the matmuls and 1/‖x‖ (B,). Both are 0 for a zero feature."""
     x = x.float()
     scale = scale_of_long_vectors(x)
     x = x * scale
     length = torch.linalg.vector_norm(x, dim=-1)
-    inverse = torch.where(length == 0, 0, 1 / length)  # of a NaN it is one
+    inverse = torch.where(length == 0, 0, 1 / length)  # NaN stays NaN
     return (x * inverse.unsqueeze(-1)).to(dtype), inverse * scale.squeeze(-1)
 
 
 def unit_grad(x: Tensor, inverse: Tensor, v: Tensor) -> Tensor:
-    """(v − x̂(x̂·v))/‖x‖: the gradient of x (B, N) from that of x̂, v (B, N) in float32."""
+    """Return the gradient (v − x̂(x̂·v))/‖x‖ of x (B, N), given that of x̂, v (B, N) in float32."""
     inverse = inverse.unsqueeze(-1)
     exact = x.float() * inverse
     return ((v - exact * (exact * v).sum(-1, keepdim=True)) * inverse).to(x.dtype)
 
 
 def observe(y: Tensor, target: Tensor, start: int, terms: Terms, state: Tensor, loss: Tensor, rows: Tensor) -> None:
-    """Take the classes from `start` on into the state; after the last ones, write the loss (B,) and rows (2, B).
+    """Update the state by the classes from `start` on. After the last chunk, write the loss (B,) and rows (2, B).
 
-    The state (5, B) of a row: max l_c, Σ exp(l_c − max), Σ t_c l_c, Σ l_c and Σ t_c so far. `rows` is what the
-    backward needs to know of it: log Σ exp l_c and T. A label that is no class is found out by a NaN.
+    The state (5, B) holds max l_c, Σ exp(l_c − max), Σ t_c l_c, Σ l_c and Σ t_c so far. `rows` holds what the backward
+    needs: log Σ exp l_c and T. A label that is no class gives a NaN.
     """
     logits = terms.gamma * _norms(y, terms.k) + terms.shift
     stop = start + logits.shape[1]
@@ -154,7 +154,7 @@ def observe(y: Tensor, target: Tensor, start: int, terms: Terms, state: Tensor, 
         if not soft:
             mass.fill_(1)
             picked.masked_fill_((target < 0) | (target >= terms.classes), torch.nan)
-        # Logits are taken relative to the largest one, as a small loss is a small difference of them.
+        # Relative to the largest logit, because a small loss is a small difference of logits.
         rows[1] = (1 - eps) * mass + eps
         rest = (1 - eps) * (picked - mass * maximum) + eps * (total / terms.classes - maximum)
         loss.copy_(rows[1] * exponentials.log() - rest)
@@ -164,9 +164,9 @@ def observe(y: Tensor, target: Tensor, start: int, terms: Terms, state: Tensor, 
 
 
 def pull_back(y: Tensor, target: Tensor, start: int, terms: Terms, rows: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-    """The gradient of the coordinates of the classes from `start` on, into `out`, which may be y itself.
+    """Write the gradient of the coordinates of the classes from `start` on into `out`, which may be y itself.
 
-    It is g (T p_c − t'_c) γ y_c/‖y_c‖, and zero where y_c is; g (B,) is the gradient of the losses of the rows.
+    It is g (T p_c − t'_c) γ y_c/‖y_c‖, and 0 where y_c = 0. Here g (B,) is the gradient of the losses.
     """
     norms = _norms(y, terms.k)
     probabilities = (terms.gamma * norms + terms.shift - rows[0].unsqueeze(-1)).exp()
@@ -184,7 +184,7 @@ def _norms(y: Tensor, k: int) -> Tensor:
 
 
 def _shares(target: Tensor, start: int, stop: int) -> Tensor:
-    """t_c of some classes, (B, c): probabilities in float32, or for labels whether they are that class."""
+    """Return t_c of some classes, (B, c): probabilities in float32, or booleans for labels."""
     if target.is_floating_point():
         return target[:, start:stop].float()
     return target.unsqueeze(-1) == torch.arange(start, stop, device=target.device)
@@ -202,7 +202,7 @@ def pieces_of(kernels: bool) -> Any:
 
 
 def division(x: Tensor, weight: Tensor) -> tuple[int, int]:
-    """How many classes are in a chunk, and of how many the coordinates are kept: all, or some whole chunks."""
+    """Return the number of classes per chunk, and of how many classes the coordinates are stored."""
     classes, k, _ = weight.shape
     of_a_class = max(1, *x.shape) * k
     if of_a_class * classes <= WHOLE:
@@ -212,7 +212,7 @@ def division(x: Tensor, weight: Tensor) -> tuple[int, int]:
 
 
 def _chunks(weight: Tensor, size: int) -> Iterator[tuple[int, int]]:
-    """First and last class of each chunk."""
+    """Yield the first class of each chunk and that of the next one."""
     classes = weight.shape[0]
     return ((start, min(start + size, classes)) for start in range(0, classes, size))
 
@@ -231,7 +231,7 @@ def _forward(
     normalize: bool,
     kernels: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses (B,) of x (B, N), two numbers of each row (2, B), and the coordinates that are kept, chunk after chunk."""
+    """Return the losses (B,) of x (B, N), `rows` (2, B) of `observe`, and the stored coordinates by chunk."""
     pieces, terms = pieces_of(kernels), Terms(weight.shape[0], weight.shape[1], gamma, smoothing, ignore_index)
     state, loss, rows = (x.new_empty(*shape, len(x), dtype=torch.float32) for shape in ((5,), (), (2,)))
     with as_given(x):
@@ -250,14 +250,14 @@ def observe_chunks(
     pieces: Any,
     *results: Tensor,
 ) -> Tensor:
-    """`observe` of features (B, N) and one chunk of classes after the other; the coordinates of the first `keep`."""
+    """Call `observe` for each chunk of classes. Returns the coordinates of the first `keep` classes."""
     kept = features.new_empty(len(features) * keep * weight.shape[1])
     for (start, stop), terms in chunks:
         part = weight[start:stop].flatten(0, 1).to(features.dtype)
         out = _of_chunk(kept, features, weight, start, stop) if stop <= keep else None
         y = torch.mm(features, part.T, out=out)
         pieces.observe(y, target, start, terms, *results)
-        del part, y, out  # before the next ones are made
+        del part, y, out  # free the memory before the next chunk
     return kept
 
 
@@ -274,7 +274,7 @@ def pull_back_chunks(
     for_x: bool,
     for_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of features (B, N), in float32, and weight (C, K, N) from that of the losses, (B,)."""
+    """Return the gradients of features (B, N), in float32, and weight (C, K, N), given that of the losses (B,)."""
     dweight = weight.new_empty(weight.shape if for_weight else 0)
     v = features.new_zeros(features.shape, dtype=torch.float32)
     for (start, stop), terms in chunks:
@@ -286,12 +286,12 @@ def pull_back_chunks(
             v += product(g, part, torch.float32)
         if for_weight:
             product(g.T, features, weight.dtype, out=dweight[start:stop].flatten(0, 1))
-        del part, y, g  # before the next ones are made
+        del part, y, g  # free the memory before the next chunk
     return v, dweight
 
 
 def _of_chunk(kept: Tensor, x: Tensor, weight: Tensor, start: int, stop: int) -> Tensor:
-    """The place of a chunk (B, c·K) among the coordinates that are kept."""
+    """Return the view of a chunk (B, c·K) in the stored coordinates."""
     of_a_class = len(x) * weight.shape[1]
     return kept[start * of_a_class : stop * of_a_class].view(len(x), (stop - start) * weight.shape[1])
 
@@ -323,7 +323,7 @@ def _backward(
     for_x: bool,
     for_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and weight from that of the losses (B,); empty if not wanted."""
+    """Return the gradients of x and weight, given that of the losses (B,). Those not needed are empty."""
     pieces, terms = pieces_of(kernels), Terms(weight.shape[0], weight.shape[1], gamma, smoothing, ignore_index)
     dtype = kept.dtype
     grad, target, rows, kept = (tensor.contiguous() for tensor in (grad, target, rows, kept))

@@ -1,8 +1,8 @@
-"""The one place that chooses an implementation, of the step and of the head.
+"""The one place that chooses an implementation, for the step and for the head.
 
-Every implementation has a function `supports` that says why it cannot do what is asked, or None if it can. `"auto"`
-takes the first in the order of preference that has nothing to say; a name gets that implementation or an error. No
-implementation hands its work to another one.
+Every implementation has a function `supports`, which returns None or the reason why it cannot run. `"auto"` takes the
+first supported implementation in order of preference. A named implementation either runs or raises. No implementation
+falls back to another.
 """
 
 import math
@@ -19,7 +19,7 @@ from grassy.kernels.cuda import step as cuda
 from grassy.kernels.options import NotCompiledYet, StepOptions
 from grassy.precision import exact_products
 
-#: The names of the implementations of each operator.
+#: Names of the implementations.
 STEPS = ("cuda", "triton", "native", "reference")
 LOGITS = ("triton", "reference")
 LOSSES = ("triton", "chunks", "reference")
@@ -34,10 +34,25 @@ DEFAULTS = StepOptions()
 def explain(
     weight: Tensor, grad: Tensor | None = None, momentum_buffer: Tensor | None = None, **options: object
 ) -> dict[str, str | None]:
-    """The implementations of the step in the order of preference, each with why it is not taken, or None.
+    """Explain which implementation of the step `impl="auto"` chooses.
 
-    The first without a reason is the one that `impl="auto"` takes. The gradient is taken to be like the weight if it is
-    not given. options: the fields of `StepOptions`.
+    Args:
+        weight: Subspaces (C, K, N).
+        grad: Gradient (C, K, N). None assumes the dtype and layout of the weight.
+        momentum_buffer: Momentum (C, K, N), or None.
+        **options: Fields of `StepOptions`.
+
+    Returns:
+        The implementations in order of preference, each with the reason why it cannot run, or None. "auto" chooses the
+        first without a reason.
+
+    Raises:
+        ValueError: If an option is invalid.
+
+    Examples:
+        >>> import torch, grassy
+        >>> grassy.kernels.explain(torch.randn(10, 4, 64))["native"]
+        'it pays for weights of 1,048,576 elements and more'
     """
     asked = StepOptions(**options)  # type: ignore[arg-type]
     return {name: _why_not(name, weight, grad, momentum_buffer, asked) for name in _order(weight)}
@@ -50,9 +65,21 @@ def choose(
     momentum_buffer: Tensor | None = None,
     options: StepOptions = DEFAULTS,
 ) -> str:
-    """The name of the implementation of the step that `impl` stands for, for such tensors; `explain` says why."""
+    """Return the name of the implementation of the step that `impl` selects for these tensors.
+
+    Args:
+        impl: "auto", "cuda", "triton", "native" or "reference".
+        weight: Subspaces (C, K, N).
+        grad: Gradient (C, K, N). None assumes the dtype and layout of the weight.
+        momentum_buffer: Momentum (C, K, N), or None.
+        options: Options of the step.
+
+    Raises:
+        ValueError: If `impl` is unknown.
+        RuntimeError: If the named implementation cannot run. The message gives the reason.
+    """
     if impl == "auto":
-        # One after the other: a kernel that is not needed would be compiled to be asked about.
+        # Lazily: asking an implementation may compile its kernel.
         return next(n for n in _order(weight) if _why_not(n, weight, grad, momentum_buffer, options) is None)
     _check_name(impl, STEPS)
     if reason := _unsupported(impl, weight, grad, momentum_buffer, options):
@@ -69,9 +96,9 @@ def geodesic_steps(
     skip: Tensor | None,
     impl: str,
 ) -> None:
-    """One step of each head in place, by the implementation that `impl` stands for; its counts are added to `counts`.
+    """Make one step of each head in place with the implementation that `impl` selects, and update `counts`.
 
-    Heads of one K and N that "cuda" takes are taken together.
+    "cuda" steps heads with equal K and N in one launch.
     """
     for name, numbers in _launches(heads, options, impl):
         weight = heads[numbers[0]][0]
@@ -92,7 +119,7 @@ def geodesic_steps(
             except NotCompiledYet as error:
                 if impl != "auto":
                     raise
-                warnings.warn(f"{error}; it gets plain torch instead", stacklevel=2)
+                warnings.warn(f"{error}; using plain torch instead", stacklevel=2)
                 reference.geodesic_step(*heads[number], *rates, options, counts[number], flag)
 
 
@@ -126,9 +153,9 @@ def _module(name: str) -> ModuleType:
 
 
 def _launches(heads: Sequence[Head], options: StepOptions, impl: str) -> list[tuple[str, list[int]]]:
-    """Implementations, each with the numbers of the heads whose steps it makes together."""
+    """Return pairs of an implementation and the indices of the heads that it steps in one launch."""
     alike: dict[object, list[int]] = {}
-    seen: dict[int, int] = {}  # one weight that is given twice makes two steps, one after the other
+    seen: dict[int, int] = {}  # a weight that is given twice makes two steps in order
     for i, head in enumerate(heads):
         seen[id(head[0])] = times = seen.get(id(head[0]), 0) + 1
         kinds = [None if t is None else (t.dtype, t.device, t.is_contiguous()) for t in head]
@@ -145,9 +172,9 @@ def _launches(heads: Sequence[Head], options: StepOptions, impl: str) -> list[tu
 
 
 def _for_device(value: float | Tensor, name: str, weight: Tensor) -> float | Tensor:
-    """A float, or a tensor () where the weight is: a kernel cannot read one on the host, and copying it would wait.
+    """Return a float, or a 0-dimensional tensor on the device of the weight, which a kernel can read without a copy.
 
-    A number beyond the weight's precision becomes infinite, and a rate that is not finite moves nothing.
+    A value beyond the range of the weight's dtype becomes infinite. A learning rate that is not finite moves nothing.
     """
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
@@ -161,12 +188,21 @@ def _for_device(value: float | Tensor, name: str, weight: Tensor) -> float | Ten
 
 
 def explain_logits(x: Tensor, weight: Tensor, gamma: float | Tensor = 25.0) -> dict[str, str | None]:
-    """The implementations of `subspace_logits` in the order of preference, each with why it is not taken, or None."""
+    """Explain which implementation of `subspace_logits` `impl="auto"` chooses.
+
+    Args:
+        x: Features (..., N).
+        weight: Subspaces (C, K, N).
+        gamma: Scale of the logits.
+
+    Returns:
+        The implementations in order of preference, each with the reason why it cannot run, or None.
+    """
     return {name: _why_not_logits(name, x, weight, gamma) for name in LOGITS}
 
 
 def choose_logits(impl: str, x: Tensor, weight: Tensor, gamma: float | Tensor) -> str:
-    """The name of the implementation of `subspace_logits` that `impl` stands for, for such tensors."""
+    """Return the name of the implementation of `subspace_logits` that `impl` selects for these tensors."""
     if impl == "auto":
         return next(name for name in LOGITS if _why_not_logits(name, x, weight, gamma) is None)
     _check_name(impl, LOGITS)
@@ -176,7 +212,7 @@ def choose_logits(impl: str, x: Tensor, weight: Tensor, gamma: float | Tensor) -
 
 
 def choose_loss(impl: str, x: Tensor, weight: Tensor, target: Tensor, gamma: float | Tensor) -> str:
-    """The name of the implementation of `subspace_cross_entropy` that `impl` stands for, for such tensors."""
+    """Return the name of the implementation of `subspace_cross_entropy` that `impl` selects for these tensors."""
     unsupported = cross_entropy.supports(x, weight, target, gamma)
     if impl == "auto":
         if unsupported is not None:
@@ -196,7 +232,7 @@ def _why_not_logits(name: str, x: Tensor, weight: Tensor, gamma: float | Tensor)
         return None
     if weight.device.type != "cuda":
         return "the weight is not on a GPU"
-    if torch.compiler.is_exporting():  # an export must not depend on an operator that others do not know
+    if torch.compiler.is_exporting():  # other runtimes do not know our operator
         return "the model is being exported"
     return _no_fused_logits(x, weight, gamma)
 

@@ -1,4 +1,4 @@
-"""The public functions of the head: logits, and the loss without them."""
+"""The public functions of the head: logits, and the cross-entropy without storing them."""
 
 from torch import Tensor
 
@@ -8,13 +8,24 @@ from grassy.kernels import cross_entropy, dispatch, logits, reference
 def subspace_logits(
     x: Tensor, weight: Tensor, gamma: float | Tensor = 25.0, *, normalize: bool = True, impl: str = "auto"
 ) -> Tensor:
-    """Length of the projection of each feature (..., N) onto each subspace of weight (C, K, N): logits (..., C).
+    """Return the logits γ‖W_c x̂‖: γ times the length of the projection of the unit feature onto each subspace.
 
-    Features are first scaled to length gamma; with ``normalize=False`` they are multiplied by gamma as they are.
-    impl: "auto", "triton" or "reference"; `explain_logits` says which one "auto" takes.
+    The Triton kernels store the coordinates of all classes in half precision under autocast. They have no second
+    derivative and use the absolute value of a gamma that is a tensor. Plain torch handles float16 and float64.
 
-    The kernels in Triton keep the coordinates of all classes in half precision under autocast and have no second
-    derivative. If gamma is a tensor, they take its absolute value. float16 and float64 are left to plain torch.
+    Args:
+        x: Features (..., N).
+        weight: Subspaces (C, K, N).
+        gamma: Scale γ of the logits.
+        normalize: Normalise the features. False gives γ‖W_c x‖.
+        impl: "auto", "triton" or "reference". `explain_logits` says which one "auto" chooses.
+
+    Returns:
+        Logits (..., C), at least float32.
+
+    Raises:
+        ValueError: If `impl` is unknown.
+        RuntimeError: If the named implementation cannot run.
     """
     chosen = dispatch.choose_logits(impl, x, weight, gamma)
     return (logits if chosen == "triton" else reference).subspace_logits(x, weight, gamma, normalize)
@@ -32,16 +43,31 @@ def subspace_cross_entropy(
     ignore_index: int = -100,
     impl: str = "auto",
 ) -> Tensor:
-    """Softmax cross-entropy of `subspace_logits(x, weight, gamma)` without ever having them: for very many classes.
+    """Return the softmax cross-entropy of `subspace_logits(x, weight, gamma)` without storing the logits.
 
-    target: class indices (...) of features (..., N), or probabilities (..., C). The other options are those of
-    `torch.nn.functional.cross_entropy`. A label that is no class makes the loss NaN.
-    impl: "auto"; "triton" or "chunks", by kernels or in plain torch, a chunk of classes at a time; or "reference",
-    plain torch that keeps all coordinates.
+    It is meant for very many classes. The backward needs the B x C x K coordinates W_c x̂. If they are many, the forward
+    stores those of the first classes, and the backward recomputes the others. "triton" and "chunks" have no second
+    derivative and use the absolute value of a gamma that is a tensor. The reference handles float16, float64 and
+    targets that require a gradient.
 
-    The coordinates W_c x̂, of size B x C x K, are kept for the backward if they are few; otherwise those of the first
-    classes are, and the others are computed again there. There is no second derivative, and of a gamma that is a tensor
-    the absolute value counts. float16, float64 and a target that wants a gradient are left to the reference.
+    Args:
+        x: Features (..., N).
+        weight: Subspaces (C, K, N).
+        target: Class indices (...) or probabilities (..., C). An index that is no class gives a NaN loss.
+        gamma: Scale γ of the logits.
+        label_smoothing: As in `torch.nn.functional.cross_entropy`.
+        normalize: Normalise the features.
+        reduction: As in `torch.nn.functional.cross_entropy`.
+        ignore_index: As in `torch.nn.functional.cross_entropy`.
+        impl: "auto", "triton", "chunks" or "reference". "triton" and "chunks" process one chunk of classes at a time,
+            by kernels or in plain torch. "reference" is plain torch and stores all coordinates.
+
+    Returns:
+        The loss: a scalar, or (...) with `reduction="none"`.
+
+    Raises:
+        ValueError: If shapes or options are invalid.
+        RuntimeError: If the named implementation cannot run.
     """
     cross_entropy.check(x, weight, target, label_smoothing, reduction)
     chosen = dispatch.choose_loss(impl, x, weight, target, gamma)

@@ -1,11 +1,11 @@
-"""The logits of `reference.subspace_logits` by kernels, as an operator of its own that torch.compile keeps whole.
+"""`reference.subspace_logits` by kernels, as a custom operator that torch.compile does not trace into.
 
-Features, weight and coordinates meet in three large products, in half precision under autocast. The coordinates
-W_c x̂ of all classes, B x C x K numbers, are written once in that precision and never in float32. Shapes: B batch,
-C classes, K subspace dimension, N feature dimension.
+Forward and backward have three large matmuls, in half precision under autocast. The B x C x K coordinates W_c x̂ of all
+classes are written once in that precision and never in float32. Shapes: B batch, C classes, K subspace dimension,
+N feature dimension.
 
 Forward: y_c = W_c x̂, l_c = γ‖y_c‖. Backward, with g = ∂L/∂l: w_c = γ g_c y_c/‖y_c‖, ∂L/∂W_c = Σ_b w_bc x̂_bᵀ and
-∂L/∂x = (v − x̂(x̂·v))/‖x‖ with v = Σ_c W_cᵀ w_c. x̂ is cheaper to compute again than to keep.
+∂L/∂x = (v − x̂(x̂·v))/‖x‖ with v = Σ_c W_cᵀ w_c. Recomputing x̂ is cheaper than storing it.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ from grassy.kernels.reference import autocasts
 from grassy.kernels.reference import unit as exact_unit
 from grassy.precision import without_autocast
 
-#: What kernels compute with; all else is left to plain torch and its autograd.
+#: Dtypes that the kernels support. Plain torch handles all others.
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def subspace_logits(x: Tensor, weight: Tensor, gamma: float | Tensor, normalize: bool) -> Tensor:
-    """`reference.subspace_logits` by kernels, of what `supports` has nothing against, without second derivatives."""
+    """Compute `reference.subspace_logits` by kernels, for tensors that `supports` accepts. No second derivatives."""
     x, gamma, normalize = absorbed(x, gamma, normalize)
     rows = x.reshape(-1, x.shape[-1])
     logits, _ = _forward(rows, weight, product_dtype(x, weight), wants_grad(x, weight), gamma, normalize)
@@ -32,8 +32,9 @@ def subspace_logits(x: Tensor, weight: Tensor, gamma: float | Tensor, normalize:
 
 
 def absorbed(x: Tensor, gamma: float | Tensor, normalize: bool) -> tuple[Tensor, float, bool]:
-    """Features, gamma and whether to normalise: a gamma that is a tensor, and may want a gradient, is multiplied into
-    the features, since the operators take a number. So its sign is lost, for which no head has a use.
+    """Multiply a gamma that is a tensor into the features, since the operators take a float. Its sign is lost.
+
+    Returns features, gamma and whether the operator still has to normalise.
     """
     if not isinstance(gamma, Tensor):
         return x, float(gamma), normalize
@@ -41,14 +42,14 @@ def absorbed(x: Tensor, gamma: float | Tensor, normalize: bool) -> tuple[Tensor,
 
 
 def supports(x: Tensor, weight: Tensor, gamma: float | Tensor) -> str | None:
-    """Why the operators do not take such tensors, None if they do."""
+    """Return why the operators do not support these tensors, or None if they do."""
     if isinstance(gamma, Tensor) and gamma.numel() != 1:
-        return "gamma is a tensor of several numbers"
+        return "gamma is a tensor with several elements"
     if torch.autograd.forward_ad._current_level >= 0:
         return "the operators have no derivatives in forward mode"
     plain = type(x) in (Tensor, nn.Parameter) and type(weight) in (Tensor, nn.Parameter)
     if not plain or torch._C._are_functorch_transforms_active():
-        return "subclasses of Tensor, and the transforms of torch.func, know the operators of plain torch alone"
+        return "the operators support neither subclasses of Tensor nor the transforms of torch.func"
     if not {x.dtype, weight.dtype, product_dtype(x, weight)} <= set(DTYPES):
         return "it computes in float32 and bfloat16"
     if weight.ndim != 3 or not x.ndim or not x.shape[-1] == weight.shape[-1] > 0 or x.device != weight.device:
@@ -57,7 +58,12 @@ def supports(x: Tensor, weight: Tensor, gamma: float | Tensor) -> str | None:
 
 
 def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """The precision that features and weight are multiplied in."""
+    """Return the dtype of the matmul of features and weight: that of autocast, or of the weight.
+
+    Args:
+        x: Features.
+        weight: Weight of the head.
+    """
     return torch.get_autocast_dtype(x.device.type) if autocasts(x) else weight.dtype
 
 
@@ -67,13 +73,13 @@ def wants_grad(*tensors: Tensor) -> bool:
 
 @contextmanager
 def as_given(x: Tensor) -> Iterator[None]:
-    """Within an operator: products in the precision of their operands, and kernels on the GPU that x is on."""
+    """Context manager inside an operator: autocast off, and kernels launched on the GPU of x."""
     with without_autocast(x), torch.cuda.device_of(x):
         yield
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """A B, written in `dtype`: on a GPU straight from the accumulator, which is float32."""
+    """Return A B in `dtype`. On a GPU it comes directly from the float32 accumulator."""
     if a.dtype == dtype:
         return torch.mm(a, b, out=out)
     if a.is_cuda and dtype == torch.float32:
@@ -86,7 +92,7 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None)
 def _forward(
     x: Tensor, weight: Tensor, dtype: torch.dtype, keep: bool, gamma: float, normalize: bool
 ) -> tuple[Tensor, Tensor]:
-    """Logits (B, C) of x (B, N), and the coordinates (B, C·K) if they are to be kept for the backward."""
+    """Return the logits (B, C) of x (B, N), and the coordinates (B, C·K) if `keep` is set for the backward."""
     from grassy.kernels.triton import head as triton_head
 
     with as_given(x):
@@ -106,7 +112,7 @@ def _(x: Tensor, weight: Tensor, dtype: torch.dtype, keep: bool, *_: Any) -> tup
 def _backward(
     grad: Tensor, x: Tensor, weight: Tensor, y: Tensor, gamma: float, normalize: bool, for_x: bool, for_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and weight from that of the logits; empty if not wanted."""
+    """Return the gradients of x and weight, given that of the logits. Those not needed are empty."""
     from grassy.kernels.triton import head as triton_head
 
     dx, dweight = x.new_empty(0), weight.new_empty(0)
@@ -124,7 +130,7 @@ def _backward(
 
 def no_second_derivative(*_: Any) -> None:
     raise RuntimeError(
-        "what is fused in the head has no second derivative: take grassy.kernels.subspace_logits(..., impl='reference')"
+        "the fused head has no second derivative: use grassy.kernels.subspace_logits(..., impl='reference')"
     )
 
 

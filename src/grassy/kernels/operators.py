@@ -1,4 +1,4 @@
-"""The step as a custom operator: torch.compile calls it as it is, and does not look into it."""
+"""The step as a custom operator, which torch.compile does not trace into."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ def _geodesic_steps(
     skip: Tensor | None,
     impl: str,
 ) -> None:
-    """An operator takes plain values only, so the options are spelled out here once more."""
+    """Call the dispatcher. An operator takes plain values only, so the options are repeated here."""
     buffers: Sequence[Tensor | None] = momentum_buffers or [None] * len(weights)
     heads = list(zip(weights, grads, buffers, strict=True))
     options = StepOptions(retraction, transport, max_angle, maximize)
@@ -34,7 +34,7 @@ def _geodesic_steps(
 
 @_geodesic_steps.register_fake
 def _(*_: Any) -> None:
-    """Everything is written in place."""
+    """Return nothing: the operator writes in place."""
 
 
 def geodesic_steps(
@@ -46,7 +46,7 @@ def geodesic_steps(
     skip: Tensor | None,
     impl: str,
 ) -> None:
-    """`dispatch.geodesic_steps` by the operator, on each device for heads with momentum and for those without."""
+    """Call the operator once per device, separately for heads with and without momentum."""
     asked = (options.retraction, options.transport, options.max_angle, options.maximize)
     alike: dict[Any, list[int]] = {}
     for i, (weight, _, buffer) in enumerate(heads):
@@ -54,7 +54,7 @@ def geodesic_steps(
     for (device, _), chosen in alike.items():
         w, d = ([heads[i][part] for i in chosen] for part in range(2))
         m = [heads[i][2] for i in chosen if heads[i][2] is not None]
-        # A number would become part of the code, which every new rate would compile again.
+        # A Python number would be compiled in, and every new learning rate would recompile.
         facts = {"dtype": torch.float32 if device.type == "mps" else torch.float64, "device": device}
         rates = (x if isinstance(x, Tensor) else torch.full((), x, **facts) for x in (lr, momentum))
         _geodesic_steps(w, d, m, [counts[i] for i in chosen], *rates, *asked, skip, impl)

@@ -1,4 +1,4 @@
-"""What a step can be asked to do and what it reports: the same for every implementation."""
+"""Options and results of a step, shared by all implementations."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,12 +15,17 @@ TRANSPORTS = ("projection", "parallel")
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The options of a step; a ValueError says what is allowed.
+    """Options of a step.
 
-    retraction: "geodesic", or "qf" for the variant of the paper's appendix.
-    transport: how the momentum follows the subspace: "projection" as in the paper, or "parallel", exactly.
-    max_angle: an upper limit on the rotation of a class in one step, in radians.
-    maximize: ascend instead of descend.
+    Args:
+        retraction: "geodesic", or "qf" for the variant in the paper's appendix.
+        transport: How the momentum follows the subspace: "projection" as in the paper, or exact "parallel" transport.
+            "parallel" needs the retraction "geodesic".
+        max_angle: Largest rotation angle of a class per step, in radians, or None.
+        maximize: Ascend instead of descend.
+
+    Raises:
+        ValueError: If a value is not allowed. The message lists the allowed ones.
     """
 
     retraction: str = "geodesic"
@@ -42,9 +47,11 @@ class StepOptions:
 
 
 class StepCounts(NamedTuple):
-    """How many classes a step left alone, their gradient not being finite, and how many it rotated less than asked.
+    """Numbers of classes that a step skipped or capped, as int64 tensors.
 
-    A gradient so large that its square overflows counts as not finite.
+    Attributes:
+        skipped: Classes with a non-finite gradient, which did not move. A gradient whose square overflows counts too.
+        capped: Classes whose rotation angle was limited.
     """
 
     skipped: Tensor
@@ -52,4 +59,4 @@ class StepCounts(NamedTuple):
 
 
 class NotCompiledYet(RuntimeError):
-    """A kernel would have to be compiled while a CUDA graph is captured, which CUDA forbids."""
+    """Raised if a kernel would have to be compiled during CUDA graph capture, which CUDA forbids."""

@@ -1,10 +1,10 @@
-"""A random share of the classes for one update, and gradients of those classes alone.
+"""A random sample of the classes for one update, and gradients of those classes only.
 
-A class takes part in an update if it is the label of a feature of any process, or if a hash of seed, update and class
-is small. So the draw does not depend on how many processes there are, and nothing has to be sent for it.
+A class takes part in an update if it is the label of a feature in any process, or if a hash of seed, update and class
+is small. So the draw does not depend on the number of processes and needs no communication.
 
-A gradient of some classes of a parameter cannot be its `grad`: a dense one would have all classes, and a DTensor has no
-sparse ones. It is kept beside, as what `add_gradient` has added since the last step, and the optimizer takes it.
+The gradient of some classes cannot be the `grad` of the parameter: a dense one would have all classes, and DTensor has
+no sparse ones. `add_gradient` accumulates it in an attribute of the parameter, from which the optimizer takes it.
 """
 
 from typing import Any, NamedTuple
@@ -18,10 +18,14 @@ _MASK = 2**32 - 1
 
 
 class Sampling(NamedTuple):
-    """How classes are drawn. rate: the share of those without a feature. update: the number of the update, a tensor.
+    """How to sample the classes of an update.
 
-    correct: let each class that was drawn stand for 1/rate of them in the sum of exponentials.
-    parameter: what gets the gradient.
+    Attributes:
+        rate: Fraction of the classes to draw among those that are no label in the batch.
+        seed: Seed of the draw.
+        update: Number of the update, a tensor.
+        correct: Weight each drawn class by 1/rate in the sum of exponentials.
+        parameter: The parameter that gets the gradient.
     """
 
     rate: float
@@ -32,14 +36,14 @@ class Sampling(NamedTuple):
 
 
 class ClassSample(NamedTuple):
-    """The places (S,) in the shard of the classes that take part, first those that are labels, `positives` of them."""
+    """The indices (S,) in the shard of the sampled classes: first the `positives` classes that are labels."""
 
     places: Tensor
     positives: int
 
 
 def drawn(labels: Tensor, shard: Shard, sampling: Sampling) -> ClassSample:
-    """The classes of this process that take part in an update with such labels (B,) of all processes."""
+    """Return the sampled classes of this process, given the labels (B,) of all processes."""
     here = labels[(labels >= shard.offset) & (labels < shard.stop)] - shard.offset
     classes = torch.arange(shard.offset, shard.stop, device=labels.device)
     negatives = hashed(classes, sampling.seed, sampling.update) < int(sampling.rate * 2**32)
@@ -49,7 +53,7 @@ def drawn(labels: Tensor, shard: Shard, sampling: Sampling) -> ClassSample:
 
 
 def places_of(labels: Tensor, shard: Shard, sample: ClassSample) -> Tensor:
-    """Where the labels (B,) are in the sample, -1 for those of other processes."""
+    """Return the index of each label (B,) in the sample, or -1 for labels of other processes."""
     inverse = torch.full((shard.stop - shard.offset + 1,), -1, device=labels.device)
     inverse[sample.places] = torch.arange(len(sample.places), device=labels.device)
     is_here = (labels >= shard.offset) & (labels < shard.stop)
@@ -57,13 +61,13 @@ def places_of(labels: Tensor, shard: Shard, sample: ClassSample) -> Tensor:
 
 
 def hashed(classes: Tensor, seed: int, update: Tensor) -> Tensor:
-    """A number in [0, 2^32) for each class: murmur3's finalizer of class, update and seed, one after the other."""
+    """Return a hash in [0, 2^32) for each class: murmur3's finalizer of seed, update and class in turn."""
     update = update.to(classes.device)
     return _mixed(classes + _mixed(update + _mixed(torch.full_like(update, seed & _MASK))))
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Wraps around in int64, which leaves the lower 32 bits right."""
+    """Apply murmur3's finalizer. Overflow in int64 keeps the lower 32 bits correct."""
     x = (x + 0x9E3779B9) & _MASK
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
@@ -71,12 +75,12 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 class TakeClasses(torch.autograd.Function):
-    """Some classes (S, K, N) of a weight, whose gradient is added beside the parameter and is not the weight's."""
+    """Select classes (S, K, N) of a weight. The backward calls `add_gradient` and gives the weight no gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, index: Tensor, parameter: Any) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.parameter = parameter[0]  # in a tuple, or autograd would take it for an input
+        ctx.parameter = parameter[0]  # in a tuple, since autograd would treat it as an input
         return weight[index]
 
     @staticmethod
@@ -90,9 +94,9 @@ class TakeClasses(torch.autograd.Function):
 
 
 def add_gradient(parameter: Tensor, index: Tensor, values: Tensor) -> None:
-    """Add a gradient (S, K, N) of the classes (S,) that this process holds at such places."""
+    """Add a gradient (S, K, N) of the classes with the local indices (S,)."""
     before = getattr(parameter, "sampled_gradient", None)
-    if before is not None:  # of another part of the batch, with other classes
+    if before is not None:  # from another micro-batch, with other classes
         index, inverse = torch.cat([before[0], index]).unique(return_inverse=True)
         both = torch.cat([before[1], values])
         values = values.new_zeros(len(index), *values.shape[1:]).index_add_(0, inverse, both)
@@ -100,7 +104,7 @@ def add_gradient(parameter: Tensor, index: Tensor, values: Tensor) -> None:
 
 
 def gradient_of_some(parameter: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Places (S,) and gradient (S, K, N) of the classes that have got one, or None if none has."""
+    """Return the local indices (S,) and the gradient (S, K, N) of the sampled classes, or None."""
     found: tuple[Tensor, Tensor] | None = getattr(parameter, "sampled_gradient", None)
     return found
 

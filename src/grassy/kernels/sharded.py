@@ -1,24 +1,24 @@
-"""Softmax cross-entropy over classes that are divided among processes: the specification, and its form in chunks.
+"""Softmax cross-entropy over classes that are sharded over processes: the specification, and a version in chunks.
 
-W processes hold C classes, process s those of the set S_s, and each brings B_l features with their labels. Every
-process sees all B = W·B_l features, which it gathers, but only the logits l_c of its own classes. Of each row it finds
+W processes hold C classes, process s those of the set S_s. Each has B_l features with labels. Every process gathers all
+B = W·B_l features and computes the logits l_c of its own classes. For each row it finds, over c in S_s,
 
-    m_s = max l_c,  e_s = Σ exp(l_c − m_s),  q_s = the logit of the label if that is here, else 0,  a_s = Σ l_c,
+    m_s = max l_c,  e_s = Σ exp(l_c − m_s),  q_s = the logit of the label if that is here, else 0,  a_s = Σ l_c.
 
-over c in S_s; an empty shard has (−∞, 0, 0, 0). With M = max m_s, and all else summed over the processes,
+An empty shard has (−∞, 0, 0, 0). With M = max m_s, and the rest summed over the processes,
 
     E = Σ e_s exp(m_s − M),  loss = log E − (1 − ε)(q − M) − ε (a/C − M),  ∂loss/∂l_c = exp(l_c − M)/E − t'_c,
 
-where t'_c = (1 − ε)t_c + ε/C is the smoothed target and C the number of all classes, not of those here. So an update
-takes six collectives, whose size depends neither on C nor on K: gather features and labels, reduce m_s, reduce the
-sums, and in the backward gather the gradients of the losses, and sum and scatter those of the features.
+where t'_c = (1 − ε)t_c + ε/C is the smoothed target and C the number of all classes. An update takes six collectives,
+whose size depends neither on C nor on K. The forward gathers features and labels, reduces m_s, and reduces the sums.
+The backward gathers the gradients of the losses and reduce-scatters those of the features.
 
-Each process has the losses of its own rows, as under DDP, and DDP averages gradients over processes. What one process
-alone holds cannot be averaged, so its gradient is divided by W here, and the features get the sum for their rows.
+Each process has the losses of its own rows, as under DDP, which averages gradients over processes. The gradients of
+sharded parameters are not averaged, so they are divided by W here. The features get the sum for their rows.
 
-`logits(x, labels, *params)` are those of a chunk of classes: x (B, N), labels (B,) counted from the first class of the
-chunk, which may lie outside of it, and params with one row for each class. In general the params are those of some
-classes of the shard, and `places` (B,) are the places of the labels among them, negative or beyond if elsewhere.
+`logits(x, labels, *params)` returns the logits of a chunk of classes. x is (B, N), and params have one row per class.
+Labels (B,) are relative to the first class of the chunk and may lie outside. The params may belong to some classes of
+the shard only. Then `places` (B,) are the indices of the labels among them, out of range for labels elsewhere.
 Shapes: B batch, C classes, N features.
 """
 
@@ -33,16 +33,16 @@ from torch import Tensor
 from grassy.kernels import collectives
 from grassy.shards import Shard
 
-#: So many logits of a rank, or coordinates of subspaces, are computed at a time.
+#: Number of logits, or coordinates of subspaces, that a process computes at a time.
 CHUNK = 2**24
-#: Up to so many are computed at once, and kept for the backward.
+#: Up to this number they are computed at once and stored for the backward.
 WHOLE = 2**26
 
 Logits = Callable[..., Tensor]
 
 
 class Smoothing(NamedTuple):
-    """What a loss is made of besides logits. classes: the number of classes that the rest ε is spread over."""
+    """Label smoothing ε, the number of all classes, over which ε is spread, and the label to ignore."""
 
     eps: float
     classes: int
@@ -53,14 +53,14 @@ class Smoothing(NamedTuple):
 
 
 def nothing_observed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The state (4, B) of an empty shard: m, e, q and a."""
+    """Return the state (4, B) of an empty shard: m, e, q and a."""
     state = x.new_zeros(4, x.shape[0], dtype=dtype)
     state[0] = -torch.inf
     return state
 
 
 def observed(state: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
-    """The state with the logits (B, c) of some more classes; labels (B,) are counted from the first of them."""
+    """Return the state updated by the logits (B, c) of c more classes. Labels (B,) are relative to the first one."""
     maximum, exponentials, picked, total = state
     raised = torch.maximum(maximum, logits.amax(-1))
     exponentials = exponentials * (maximum - raised).exp() + (logits - raised.unsqueeze(-1)).exp().sum(-1)
@@ -69,10 +69,10 @@ def observed(state: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def losses(state: Tensor, labels: Tensor, shard: Shard, terms: Smoothing, here: int) -> tuple[Tensor, Tensor]:
-    """The losses (B,) from the states (4, B) of all processes, and log Σ exp l_c; two collectives.
+    """Return the losses (B,) and log Σ exp l_c (B,) from the states (4, B) of all processes, by two collectives.
 
-    labels: those of all classes. here: how many logits went into the state. A label that is no class makes a NaN.
-    Logits are taken relative to the largest one before they are summed, as a small loss is a small difference of them.
+    Labels count over all classes, and `here` is the number of logits in the state. A label that is no class gives NaN.
+    Logits are relative to the largest one before the sum, because a small loss is a small difference of logits.
     """
     maximum, exponentials, picked, total = state
     top = collectives.maximum(maximum, shard.group)
@@ -90,14 +90,14 @@ def losses(state: Tensor, labels: Tensor, shard: Shard, terms: Smoothing, here: 
 
 
 def slopes(logits: Tensor, labels: Tensor, normalizer: Tensor, grad: Tensor, terms: Smoothing) -> Tensor:
-    """∂loss/∂l_c (B, c), times the gradients of the losses (B,); normalizer: log Σ exp l_c (B,)."""
+    """Return ∂loss/∂l_c (B, c) times the gradients of the losses (B,), given normalizer = log Σ exp l_c (B,)."""
     probabilities = (logits - normalizer.unsqueeze(-1)).exp()
     shares = _is_label(labels, logits).to(logits.dtype) * (1 - terms.eps) + terms.eps / terms.classes
     return grad.unsqueeze(-1) * (probabilities - shares)
 
 
 def own(rows: Tensor, group: Any) -> Tensor:
-    """Of the rows (W·B_l, ...) of all processes, those of this one."""
+    """Return this process's rows (B_l, ...) among those of all processes (W·B_l, ...)."""
     if (world := collectives.world_size(group)) == 1:
         return rows
     each = rows.shape[0] // world
@@ -113,7 +113,7 @@ def _is_label(labels: Tensor, logits: Tensor) -> Tensor:
 
 
 class GatherRows(torch.autograd.Function):
-    """The features (B, N) of all processes. Backward: the sum of what all processes have for the rows of this one."""
+    """Gathers the features (B, N) of all processes. The backward reduce-scatters their gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
@@ -126,7 +126,7 @@ class GatherRows(torch.autograd.Function):
 
 
 class SoftmaxOverShards(torch.autograd.Function):
-    """The losses (B_l,) of the rows of this process from its logits (B, C_l) of all rows."""
+    """Computes the losses (B_l,) of this process's rows from its logits (B, C_l) of all rows."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, places: Tensor, shard: Shard, terms: Smoothing) -> Tensor:
@@ -146,13 +146,16 @@ class SoftmaxOverShards(torch.autograd.Function):
 
 
 def gathered_gradient(grad: Tensor, labels: Tensor, shard: Shard, terms: Smoothing) -> Tensor:
-    """The gradients (B,) of all losses from those of the rows of this process, over W: see the top of this file."""
+    """Gather the gradients (B,) of all losses, divided by W: see the top of this file."""
     grad = collectives.gathered(grad, shard.group) / collectives.world_size(shard.group)
     return grad.masked_fill(labels == terms.ignore_index, 0)
 
 
 def scattered_gradient(grad: Tensor, dtype: torch.dtype, group: Any) -> Tensor:
-    """The gradient (B_l, N) of this process's features from what all processes have for all rows, in full precision."""
+    """Sum the gradients (B, N) of all processes and return those of this process's features, (B_l, N).
+
+    The sum is in at least float32.
+    """
     exact = torch.promote_types(grad.dtype, torch.float32)
     return (collectives.scattered_sum(grad.to(exact), group) * collectives.world_size(group)).to(dtype)
 
@@ -171,7 +174,7 @@ def _reference(
 
 
 def applied(function: type[torch.autograd.Function], *inputs: Any) -> Tensor:
-    """A function of autograd, which torch gives no types."""
+    """Apply an autograd function, with types that torch lacks."""
     result: Tensor = function.apply(*inputs)  # type: ignore[no-untyped-call]
     return result
 
@@ -180,7 +183,7 @@ def applied(function: type[torch.autograd.Function], *inputs: Any) -> Tensor:
 
 
 class _InChunks(torch.autograd.Function):
-    """The same, with the logits of a chunk of classes at a time, which are computed again in the backward."""
+    """The same with one chunk of classes at a time, whose logits the backward recomputes."""
 
     @staticmethod
     def forward(
@@ -227,7 +230,7 @@ class _InChunks(torch.autograd.Function):
 
 
 def autocast_as_now(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
-    """What makes a context in which autocast is as it is now: a backward runs without it."""
+    """Return a factory of contexts with the current autocast state, which a backward does not have."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return nullcontext
@@ -236,21 +239,21 @@ def autocast_as_now(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
 
 
 def chunks(classes: int, size: int) -> Iterator[tuple[int, int]]:
-    """First class of each chunk, and of the next one."""
+    """Yield the first class of each chunk and that of the next one."""
     return ((start, min(start + size, classes)) for start in range(0, classes, size))
 
 
 def chunk_size(batch: int, params: Sequence[Tensor]) -> int:
-    """How many classes are taken at a time: all, if there are few logits."""
+    """Return the number of classes per chunk: all, if there are few logits."""
     classes = max(1, params[0].shape[0])
     of_a_class = max(1, batch) * max(1, params[0][:1].numel() // max(1, params[0].shape[-1]))
-    if torch.compiler.is_exporting():  # a file for any number of images cannot depend on it
+    if torch.compiler.is_exporting():  # the exported model must not depend on the batch size
         return classes
     return classes if of_a_class * classes <= WHOLE else max(1, CHUNK // of_a_class)
 
 
 def reduced(loss: Tensor, target: Tensor, reduction: str, ignore_index: int) -> Tensor:
-    """The losses of rows as `torch.nn.functional.cross_entropy` reduces them."""
+    """Reduce the losses of rows as `torch.nn.functional.cross_entropy` does."""
     if reduction == "none":
         return loss.reshape(target.shape)
     return loss.sum() if reduction == "sum" else loss.sum() / (target != ignore_index).sum()
@@ -268,10 +271,25 @@ def sharded_cross_entropy(
     ignore_index: int = -100,
     impl: str = "auto",
 ) -> Tensor:
-    """The cross-entropy of this process's rows (..., N), which are sent as they are, against labels (...).
+    """Return the cross-entropy of this process's rows over sharded classes. All processes must call it together.
 
-    impl: "reference" keeps the logits (B, C_l), "chunks" computes some at a time and again in the backward; "auto"
-    takes the former if they are few.
+    Args:
+        rows: Rows (..., N) of this process, sent in their dtype.
+        target: Labels (...) of the rows.
+        logits: Function `logits(x, labels, *params)` that returns the logits of some classes.
+        params: Parameters of the classes of this process, one row per class.
+        shard: Classes of this process.
+        label_smoothing: As in `torch.nn.functional.cross_entropy`.
+        reduction: As in `torch.nn.functional.cross_entropy`.
+        ignore_index: As in `torch.nn.functional.cross_entropy`.
+        impl: "reference" stores the logits (B, C_l). "chunks" computes some at a time and recomputes them in the
+            backward. "auto" chooses "reference" if they are few.
+
+    Returns:
+        The loss: a scalar, or (...) with `reduction="none"`.
+
+    Raises:
+        ValueError: If the target or an option is invalid.
     """
     check(rows, target, label_smoothing, reduction)
     terms = Smoothing(float(label_smoothing), shard.classes, ignore_index)
@@ -290,7 +308,7 @@ def losses_of_rows(
     terms: Smoothing,
     impl: str,
 ) -> Tensor:
-    """The losses (B_l,) of rows (B_l, N), from the labels (B,) of all processes and their places among the params."""
+    """Return the losses (B_l,) of rows (B_l, N), given the labels (B,) of all rows and their indices in the params."""
     size = chunk_size(labels.shape[0], params)
     if impl == "reference" or (impl == "auto" and size >= params[0].shape[0]):
         return _reference(rows, labels, places, logits, params, shard, terms)
@@ -300,15 +318,15 @@ def losses_of_rows(
 
 
 def check(rows: Tensor, target: Tensor, label_smoothing: float, reduction: str) -> None:
-    """Raise a ValueError for what no loss can be made of."""
+    """Raise ValueError for an invalid target or option."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing!r}")
     if target.is_floating_point():
         raise ValueError(
-            f"a head divided over processes takes class indices, not probabilities, got a target {target.dtype} of "
+            f"a sharded head takes class indices, not probabilities, got a target {target.dtype} of "
             f"shape {tuple(target.shape)}: train without mixup and cutmix"
         )
     if target.shape != rows.shape[:-1]:
-        raise ValueError(f"need labels of shape {tuple(rows.shape[:-1])} for such features, got {tuple(target.shape)}")
+        raise ValueError(f"need labels of shape {tuple(rows.shape[:-1])} for these features, got {tuple(target.shape)}")

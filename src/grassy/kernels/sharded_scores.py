@@ -1,7 +1,7 @@
-"""Evaluation of classes that are divided among processes: the largest logits of each feature, or all of a few classes.
+"""Evaluation of sharded classes: the largest logits of each feature, or all logits if there are few classes.
 
-As in `sharded`, every process gathers the features of all and computes the logits of its own classes. What the owner of
-a feature needs of them is then sent to it. Shapes: B = W·B_l rows of all processes, C classes, C_l of them here.
+As in `sharded`, every process gathers all features and computes the logits of its own classes. It then sends to the
+owner of each feature what it needs. Shapes: W processes, B = W·B_l rows in all, C classes, C_l of them here.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from grassy.kernels import collectives
 from grassy.kernels.sharded import GatherRows, Logits, applied, chunk_size, chunks, nothing_observed, observed, own
 from grassy.shards import Shard
 
-#: The largest number of logits (B_l x C) that a process is sent: 256 MiB in float32.
+#: Largest number of logits (B_l x C) that a process receives: 256 MiB in float32.
 GATHER_AT_MOST = 2**26
 
 
 class ExchangeLogits(torch.autograd.Function):
-    """The logits (B_l, C) of this process's rows from the logits (B, C_l) that each process has of all rows."""
+    """Turns the logits (B, C_l) of all rows and the own classes into those (B_l, C) of the own rows and all classes."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, shard: Shard) -> Tensor:
@@ -41,12 +41,26 @@ class ExchangeLogits(torch.autograd.Function):
 def sharded_logits(
     rows: Tensor, target: Tensor | None, logits: Logits, params: Sequence[Tensor], shard: Shard
 ) -> Tensor:
-    """All logits (..., C) of this process's rows (..., N): for few classes, since each process gets those of all."""
+    """Return all logits of this process's rows. Each process receives the logits of all classes, so C must be small.
+
+    Args:
+        rows: Rows (..., N) of this process.
+        target: Labels (...), or None.
+        logits: Function `logits(x, labels, *params)` that returns the logits of some classes.
+        params: Parameters of the classes of this process, one row per class.
+        shard: Classes of this process.
+
+    Returns:
+        Logits (..., C).
+
+    Raises:
+        ValueError: If there are more than 2^26 logits.
+    """
     flat = rows.reshape(-1, rows.shape[-1])
     if flat.shape[0] * shard.classes > GATHER_AT_MOST:
         raise ValueError(
-            f"logits of {flat.shape[0]:,} features and {shard.classes:,} classes that are divided over processes are "
-            f"more than the {GATHER_AT_MOST:,} that are gathered: use head.top(features, 5), or a loss by "
+            f"the logits of {flat.shape[0]:,} features and {shard.classes:,} sharded classes are more than the "
+            f"{GATHER_AT_MOST:,} that can be gathered: use head.top(features, 5), or compute the loss with "
             "grassy.classification_loss"
         )
     x = applied(GatherRows, flat, shard.group)
@@ -58,7 +72,18 @@ def sharded_logits(
 def sharded_top(
     rows: Tensor, logits: Logits, params: Sequence[Tensor], shard: Shard, count: int
 ) -> tuple[Tensor, Tensor]:
-    """The `count` largest logits of each of this process's rows (..., N), and their classes: (..., count) each."""
+    """Return the largest logits of this process's rows and their classes, without storing all logits at once.
+
+    Args:
+        rows: Rows (..., N) of this process.
+        logits: Function `logits(x, labels, *params)` that returns the logits of some classes.
+        params: Parameters of the classes of this process, one row per class.
+        shard: Classes of this process.
+        count: How many logits to return per row.
+
+    Returns:
+        Logits (..., count) in descending order and the indices (..., count) of their classes.
+    """
     flat = rows.reshape(-1, rows.shape[-1])
     x = collectives.gathered(flat, shard.group)
     values = x.new_full((x.shape[0], count), -torch.inf, dtype=torch.promote_types(params[0].dtype, torch.float32))
@@ -82,7 +107,14 @@ def _largest(values: Tensor, places: Tensor, count: int) -> tuple[Tensor, Tensor
 
 @torch.no_grad()
 def sharded_largest_probability(rows: Tensor, logits: Logits, params: Sequence[Tensor], shard: Shard) -> Tensor:
-    """The largest softmax probability of each of this process's rows (..., N): (...)."""
+    """Return the largest softmax probability of each of this process's rows, (...).
+
+    Args:
+        rows: Rows (..., N) of this process.
+        logits: Function `logits(x, labels, *params)` that returns the logits of some classes.
+        params: Parameters of the classes of this process, one row per class.
+        shard: Classes of this process.
+    """
     x = collectives.gathered(rows.reshape(-1, rows.shape[-1]), shard.group)
     nobody = torch.full((x.shape[0],), -1, dtype=torch.int64, device=x.device)
     state = nothing_observed(x, torch.promote_types(params[0].dtype, torch.float32))

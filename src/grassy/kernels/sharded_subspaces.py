@@ -1,7 +1,7 @@
-"""The loss of `sharded` for subspaces, by the kernels and chunks of `cross_entropy`: the specification made fast.
+"""The fast version of the loss in `sharded` for subspaces, by the kernels and chunks of `cross_entropy`.
 
-Each process runs the same loops as one process alone, over its own classes and the features of all processes. They stop
-at the state of each row, which `sharded.losses` joins. Shapes: B batch, C_l classes here, K dimension, N features.
+Each process runs the same loops as a single process, over its own classes and the features of all processes. They end
+with the state of each row, which `sharded.losses` combines. Shapes: B batch, C_l classes here, K dimension, N features.
 """
 
 import itertools
@@ -43,16 +43,33 @@ def sharded_subspace_cross_entropy(
     sampling: Sampling | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """The cross-entropy of this process's rows (..., N) against labels (...), with logits l_c = γ‖W_c x‖.
+    """Return the cross-entropy of this process's rows over sharded subspaces, with logits l_c = γ‖W_c x‖.
 
-    Rows are taken and sent as they are; weight (C_l, K, N) are the classes of this process.
-    sampling: which classes take part; None for all.
-    impl: "auto"; "triton" or "chunks", by kernels or in plain torch, for float32 and bfloat16; or "reference".
+    All processes must call it together.
+
+    Args:
+        rows: Rows (..., N) of this process, sent in their dtype and not normalised.
+        target: Labels (...) of the rows.
+        weight: Subspaces (C_l, K, N) of this process.
+        gamma: Scale γ of the logits.
+        shard: Classes of this process.
+        label_smoothing: As in `torch.nn.functional.cross_entropy`. Must be 0 with sampling.
+        reduction: As in `torch.nn.functional.cross_entropy`.
+        ignore_index: As in `torch.nn.functional.cross_entropy`.
+        sampling: How to sample the classes. None uses all classes.
+        impl: "auto", "triton", "chunks" or "reference", as in `subspace_cross_entropy`.
+
+    Returns:
+        The loss: a scalar, or (...) with `reduction="none"`.
+
+    Raises:
+        ValueError: If the target or an option is invalid.
+        RuntimeError: If the named implementation cannot run.
     """
     check(rows, target, label_smoothing, reduction)
     if sampling is not None and label_smoothing:
         raise ValueError(
-            f"label_smoothing is a share of all classes, so with a sample of them it must be 0, got {label_smoothing!r}"
+            f"label_smoothing spreads over all classes, so with a sample of them it must be 0, got {label_smoothing!r}"
         )
     terms = Smoothing(float(label_smoothing), shard.classes, ignore_index)
     flat, labels = rows.reshape(-1, rows.shape[-1]), collectives.gathered(target.reshape(-1).long(), shard.group)
@@ -116,7 +133,7 @@ class _Fused(torch.autograd.Function):
 def _chunks(
     weight: Tensor, size: int, boundary: int, shift: float, terms: Terms
 ) -> list[tuple[tuple[int, int], Terms]]:
-    """Chunks of classes before and after the boundary, the latter with logits that are shifted."""
+    """Return chunks of classes that do not cross the boundary. Those after it have shifted logits."""
     edges = sorted({*range(0, weight.shape[0], size), min(boundary, weight.shape[0]), weight.shape[0]})
     pairs = itertools.pairwise(edges)
     return [((start, stop), terms._replace(shift=shift if start >= boundary else 0.0)) for start, stop in pairs]
@@ -134,7 +151,7 @@ def _observe_shard(
     shift: float,
     kernels: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The state (5, B) of `cross_entropy.observe` after all classes here, and the coordinates that are kept."""
+    """Return the state (5, B) of `cross_entropy.observe` after all classes here, and the stored coordinates."""
     pieces, terms = pieces_of(kernels), Terms(weight.shape[0], weight.shape[1], gamma, 0.0, -2, finish=False)
     state, loss, rows = (x.new_zeros(*shape, len(x), dtype=torch.float32) for shape in ((5,), (), (2,)))
     state[0] = -torch.inf
@@ -168,7 +185,7 @@ def _pull_back_shard(
     for_x: bool,
     for_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of all rows, in float32, and of the weight, empty if unwanted, from those of all losses."""
+    """Return the gradients of all rows, in float32, and of the weight, empty if not needed."""
     pieces, terms = pieces_of(kernels), Terms(classes, weight.shape[1], gamma, eps, -2, finish=False)
     rows = torch.stack([normalizer, torch.ones_like(normalizer)])
     grad, places, kept = grad.contiguous(), places.contiguous(), kept.contiguous()

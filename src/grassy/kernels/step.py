@@ -1,4 +1,4 @@
-"""The public functions of the step: checks, then the dispatcher, or one operator if torch.compile is looking."""
+"""The public functions of the step: checks, then the dispatcher, or a custom operator under torch.compile."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,15 +21,36 @@ def geodesic_step(
     impl: str = "auto",
     **options: Any,
 ) -> StepCounts:
-    """One Riemannian descent step (paper, Algorithm 1) of all classes of weight (C, K, N), in place.
+    """Make one Riemannian descent step of all classes in place (paper, Algorithm 1).
 
-    grad: the Euclidean gradient (C, K, N). momentum_buffer: the tangent momentum (C, K, N), updated in place, or None.
-    options: the fields of `StepOptions`: retraction, transport, max_angle, maximize.
-    skip: a tensor of one number, such as a GradScaler's `found_inf`; unless it is 0, nothing is changed.
-    impl: "auto", or the name of an implementation, which then makes the step or raises; see `explain`.
+    Classes whose gradient holds a NaN or an Inf keep their weight and momentum. If lr is not finite, all classes do.
+    On a GPU, lr, momentum and skip may be tensors on the device, so that the step can be part of a CUDA graph.
 
-    Classes whose gradient holds a NaN or an Inf keep weight and momentum, as all do if lr is not finite. On a GPU lr,
-    momentum and skip are read there if they are tensors, so that a step can be part of a CUDA graph.
+    Args:
+        weight: Subspaces (C, K, N), float32 or float64, updated in place.
+        grad: Euclidean gradient (C, K, N).
+        momentum_buffer: Tangent momentum (C, K, N), updated in place, or None.
+        lr: Learning rate.
+        momentum: Momentum factor.
+        skip: A tensor with one element, such as `found_inf` of a GradScaler. If it is not 0, nothing changes.
+        impl: "auto", or the name of an implementation, which then runs or raises. See `explain`.
+        **options: Fields of `StepOptions`: retraction, transport, max_angle, maximize.
+
+    Returns:
+        The numbers of skipped and capped classes.
+
+    Raises:
+        TypeError: If the weight is neither float32 nor float64.
+        ValueError: If shapes, devices or options are invalid.
+        RuntimeError: If the named implementation cannot run.
+
+    Examples:
+        >>> import torch
+        >>> from grassy import geometry, kernels
+        >>> weight = geometry.random_subspace(10, 4, 64)
+        >>> counts = kernels.geodesic_step(weight, torch.randn(10, 4, 64), None, lr=0.01)
+        >>> int(counts.skipped)
+        0
     """
     (counts,) = geodesic_steps([weight], [grad], [momentum_buffer], lr, momentum, skip=skip, impl=impl, **options)
     return counts
@@ -48,10 +69,27 @@ def geodesic_steps(
     impl: str = "auto",
     **options: Any,
 ) -> list[StepCounts]:
-    """`geodesic_step` of several weights (C_i, K_i, N_i). Those of one K and N that "cuda" takes are taken together.
+    """Make one step of several weights, as `geodesic_step` does. "cuda" steps weights with equal K and N in one launch.
 
-    counts: two elements for each weight, int64 on its device, to which those of this step are added, and which are then
-    returned: that saves the launches that would set new ones to 0 and add them up.
+    Args:
+        weights: Subspaces (C_i, K_i, N_i), updated in place.
+        grads: Euclidean gradients of the same shapes.
+        momentum_buffers: Tangent momenta of the same shapes, updated in place, or None.
+        lr: Learning rate.
+        momentum: Momentum factor.
+        skip: A tensor with one element. If it is not 0, nothing changes.
+        counts: For each weight an int64 tensor (2,) on its device, to which the step adds its counts. Passing it saves
+            the launches for new tensors.
+        impl: "auto", or the name of an implementation.
+        **options: Fields of `StepOptions`.
+
+    Returns:
+        The counts of each weight: those of this step, or the updated `counts`.
+
+    Raises:
+        TypeError: As `geodesic_step`.
+        ValueError: As `geodesic_step`.
+        RuntimeError: As `geodesic_step`.
     """
     asked = StepOptions(**options)
     heads = list(zip(weights, grads, momentum_buffers, strict=True))
@@ -87,6 +125,6 @@ def _check_head(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None) ->
 def _check_counts(weight: Tensor, count: Tensor) -> None:
     if count.shape != (2,) or count.dtype != torch.int64 or count.device != weight.device or count.stride() != (1,):
         raise ValueError(
-            f"counts are two numbers, int64 on {weight.device}, for each weight, got {tuple(count.shape)}, "
+            f"counts must be one int64 tensor (2,) on {weight.device} per weight, got {tuple(count.shape)}, "
             f"{count.dtype} on {count.device}"
         )

@@ -1,4 +1,4 @@
-"""Class subspaces for people with features and no training loop: an estimator of scikit-learn's kind."""
+"""A scikit-learn estimator with class subspaces, for given features and without a training loop."""
 
 try:
     import sklearn  # noqa: F401

@@ -1,4 +1,4 @@
-"""`GrassmannClassifier`: one subspace per class, fitted to features by scikit-learn's conventions."""
+"""`GrassmannClassifier`: a scikit-learn classifier with one subspace per class."""
 
 import math
 from typing import Any, Literal, Self
@@ -19,31 +19,45 @@ from grassy.sklearn.lbfgs import minimize
 from grassy.sklearn.objective import CrossEntropy, rows_at_once
 from grassy.sklearn.principal import principal_subspaces
 
-#: The dimension of the subspaces where the features leave room for it: that of the paper.
+#: Subspace dimension of the paper, used if the feature dimension is large enough.
 AUTOMATIC_K = 8
 
 
 class GrassmannClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """A classifier of features whose classes are subspaces: p(c|x) = softmax of γ‖W_c x̂‖, W_c on the Grassmannian.
+    """Classifies features by one subspace per class: p(c|x) = softmax_c(γ‖W_c x̂‖), with x̂ the unit feature.
 
-    It starts from the principal directions of each class and then minimises the cross-entropy of all samples by L-BFGS
-    on the manifold. Nothing is random. Features are NumPy arrays; float32 is computed in float32, and takes half the
-    time of float64.
+    It starts from the principal directions of each class and minimises the cross-entropy of all samples by L-BFGS on
+    the manifold. The result is deterministic. Features are NumPy arrays. For float32 features it computes in float32,
+    in half the time of float64.
 
-    k: dimension of the subspaces. "auto" is 8, or half of the dimensions if there are fewer than 16: larger subspaces
-        always meet. A class whose samples span fewer dimensions gets as many as they span.
-    gamma: logits lie between 0 and gamma. Like C of LogisticRegression, a larger one fits closer. "auto" depends on the
-        number of classes and on k (`grassy.heads.recommended_gamma`).
-    fit_intercept: centre the features and append a constant coordinate. Otherwise x and −x are of one class.
-    intercept_scaling: the constant, in units of the root mean square of the centred features.
-    standardize: give every feature mean 0 and variance 1 first. Without it the result does not depend on the scale of
-        all features together, nor on a rotation of the feature space.
-    class_weight: None, "balanced" or a dictionary, as in scikit-learn.
-    max_iter: steps at most; with 0 the principal directions are the result.
-    tol: training ends when a step lowers the loss by less than this share of it.
+    Args:
+        k: Dimension of the subspaces. "auto" is 8, or half of the feature dimension below 16, since larger subspaces
+            always intersect. A class whose samples span fewer dimensions gets fewer.
+        gamma: Scale of the logits, which lie in [0, gamma]. Like C of `LogisticRegression`, a larger value fits the
+            data more closely. "auto" uses `grassy.heads.recommended_gamma`.
+        fit_intercept: Centre the features and append a constant coordinate. Without it, x and −x get the same class.
+        intercept_scaling: The constant coordinate, in units of the root mean square of the centred features.
+        standardize: Standardise every feature dimension to mean 0 and variance 1 first. Without it, the result does not
+            depend on the common scale of all features, nor on a rotation of the feature space.
+        class_weight: None, "balanced" or a dict, as in scikit-learn.
+        max_iter: Largest number of steps. 0 keeps the principal directions.
+        tol: Stop when a step lowers the loss by less than this fraction.
 
-    Fitted: `classes_` (C,); `subspaces_` (C, K, M), orthonormal rows, where M counts the features and the constant;
-    `dims_` (C,), the dimension of each class; `gamma_`; `n_iter_`; `loss_curve_`, the loss before and after each step.
+    Attributes:
+        classes_: Class labels (C,).
+        subspaces_: Subspaces (C, K, M) with orthonormal rows, where M is N, or N + 1 with the constant coordinate.
+        dims_: Dimension of each class (C,).
+        gamma_: Scale of the logits.
+        n_iter_: Number of steps.
+        loss_curve_: Loss before the first and after each step.
+
+    Examples:
+        >>> from sklearn.datasets import load_digits
+        >>> from grassy.sklearn import GrassmannClassifier
+        >>> X, y = load_digits(return_X_y=True)
+        >>> classifier = GrassmannClassifier(k=8).fit(X[:1000], y[:1000])
+        >>> bool(classifier.score(X[1000:], y[1000:]) > 0.9)
+        True
     """
 
     def __init__(
@@ -68,7 +82,20 @@ class GrassmannClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.tol = tol
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Learn from features X (B, N), labels y (B,) of any type, and weights (B,). A weight of 0 is no sample."""
+        """Fit the subspaces.
+
+        Args:
+            X: Features (B, N).
+            y: Labels (B,) of any type.
+            sample_weight: Weights (B,). Samples with weight 0 are ignored.
+
+        Returns:
+            The estimator itself.
+
+        Raises:
+            ValueError: If an option or the data is invalid, or there are fewer than two classes.
+            TypeError: If a boolean option is not a boolean.
+        """
         check_booleans(fit_intercept=self.fit_intercept, standardize=self.standardize)
         max_iter = 0 if self.max_iter == 0 else positive_integer("max_iter", self.max_iter)
         tol = nonnegative("tol", self.tol)
@@ -82,7 +109,7 @@ class GrassmannClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         counts = weights > 0
         X, y, weights = X[counts], y[counts], weights[counts]
         self.classes_, labels = np.unique(y, return_inverse=True)
-        if self.class_weight == "balanced":  # scikit-learn's own would count the samples, not their weights
+        if self.class_weight == "balanced":  # scikit-learn would ignore the sample weights
             weights = weights * (weights.sum() / len(self.classes_) / np.bincount(labels, weights))[labels]
         if len(self.classes_) < 2:
             raise ValueError(
@@ -104,27 +131,43 @@ class GrassmannClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self
 
     def decision_function(self, X: Any) -> Any:
-        """Logits (B, C); for two classes (B,), the logit of the second minus that of the first."""
+        """Return the logits (B, C), or for two classes their difference (B,): second minus first.
+
+        Args:
+            X: Features (B, N).
+        """
         logits = self._logits(X)
         return logits[:, 1] - logits[:, 0] if len(self.classes_) == 2 else logits
 
     def predict_proba(self, X: Any) -> Any:
-        """Probabilities (B, C): the softmax of the logits."""
+        """Return the class probabilities (B, C): the softmax of the logits.
+
+        Args:
+            X: Features (B, N).
+        """
         logits = self._logits(X)
         return torch.from_numpy(logits).softmax(-1).numpy()
 
     def predict(self, X: Any) -> Any:
-        """The classes (B,) with the largest logits."""
+        """Return the classes (B,) with the largest logits.
+
+        Args:
+            X: Features (B, N).
+        """
         best = self._logits(X).argmax(axis=1)
         return self.classes_[best]
 
     def outlier_score(self, X: Any) -> Any:
-        """How little a sample looks like any class, (B,) in [0, 1]: the share of x̂ outside of every class subspace."""
+        """Return the fraction of each sample's energy outside the nearest class subspace, (B,) in [0, 1].
+
+        Args:
+            X: Features (B, N).
+        """
         largest = self._logits(X).max(axis=1)
         return np.clip(1 - np.square(largest / self.gamma_), 0, 1)
 
     def _logits(self, X: Any) -> Any:
-        """γ‖W_c x̂‖ (B, C)."""
+        """Return γ‖W_c x̂‖, (B, C)."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
         weight = torch.from_numpy(self.subspaces_)

@@ -1,7 +1,7 @@
-"""Features as directions: what a subspace through the origin can tell apart.
+"""Map features to directions, which subspaces through the origin can distinguish.
 
-A subspace does not know x from −x, nor a feature from one twice as long. A constant coordinate beside the features
-changes that: in the space of one more dimension, a subspace through the origin is any flat of the original space.
+A subspace cannot distinguish x from −x, or from 2x. A constant extra coordinate changes that: a subspace of the
+extended space corresponds to an affine subspace of the original one.
 """
 
 from typing import Any, NamedTuple
@@ -14,14 +14,14 @@ from grassy.kernels.reference import unit
 
 
 class Directions(NamedTuple):
-    """x ↦ ((x − mean)/scale, constant), scaled to length 1. mean (N,) and scale (N,) are NumPy arrays."""
+    """Maps x to ((x − mean)/scale, constant), normalised. mean (N,) and scale (N,) are NumPy arrays."""
 
     mean: Any
     scale: Any
     constant: float
 
     def __call__(self, features: Any) -> Tensor:
-        """Features (B, N) of NumPy to unit vectors (B, N), or (B, N + 1) if there is a constant."""
+        """Map a NumPy array (B, N) to unit vectors (B, N), or (B, N + 1) with a constant."""
         rows = torch.from_numpy(np.ascontiguousarray((features - self.mean) / self.scale, dtype=features.dtype))
         if self.constant:
             rows = torch.cat([rows, rows.new_full((len(rows), 1), self.constant)], dim=1)
@@ -29,11 +29,11 @@ class Directions(NamedTuple):
 
 
 def fit_directions(features: Any, sample_weight: Any, standardize: bool, constant: float) -> Directions:
-    """The map for features (B, N) with weights (B,). Features of another scale give the same directions.
+    """Fit the map to features (B, N) with weights (B,). It is invariant to the common scale of the features.
 
-    standardize: every feature gets mean 0 and variance 1. Otherwise all are divided by one number.
-    constant: the constant coordinate, in units of the root mean square of the centred features; 0 for none. Features
-        are centred if there is one, or if they are standardised; else the origin is where it was.
+    With `standardize`, every dimension gets mean 0 and variance 1. Otherwise all share one scale. The constant is in
+    units of the root mean square of the centred features, and 0 means none. Features are centred if there is a constant
+    or if they are standardised.
     """
     from sklearn.preprocessing import StandardScaler
 
@@ -45,7 +45,7 @@ def fit_directions(features: Any, sample_weight: Any, standardize: bool, constan
 
 
 def _root_mean_square(rows: Any, sample_weight: Any) -> float:
-    """Of all elements of rows (B, N), by the weights of the rows; 1 if all are zero."""
-    largest = float(np.abs(rows).max()) or 1.0  # squares of what is divided by it cannot overflow
+    """Return the root mean square of all elements of rows (B, N), with weights (B,); 1 if all are zero."""
+    largest = float(np.abs(rows).max()) or 1.0  # so that squares cannot overflow
     squares = np.square(rows / largest, dtype=np.float64).mean(axis=1)
     return largest * float(np.sqrt(np.average(squares, weights=sample_weight))) or 1.0

@@ -1,7 +1,7 @@
-"""L-BFGS on a product of Grassmannians: for a loss of all data, of which a pass is dear and steps are to be few.
+"""L-BFGS on a product of Grassmannians, for a full-batch loss that is expensive to evaluate.
 
-Nocedal & Wright, Algorithm 7.4, with three changes for a manifold: gradients are tangent, a step follows a geodesic,
-and the pairs that stand for curvature follow the point by projection, as the momentum of Riemannian SGD does.
+Nocedal & Wright, Algorithm 7.4, with three changes for a manifold. Gradients are tangent, a step follows a geodesic,
+and the curvature pairs are transported by projection, like the momentum of Riemannian SGD.
 """
 
 from collections.abc import Callable
@@ -12,28 +12,28 @@ from torch import Tensor
 
 from grassy import geometry
 
-#: Pairs of steps and changes of the gradient that are kept.
+#: Number of stored curvature pairs (step, change of the gradient).
 MEMORY = 10
-#: The angle, in radians, that the first step turns all classes together by.
+#: Length of the first step: the rotation angle of all classes together, in radians.
 FIRST_TURN = 0.5
-#: A step must lower the loss by this share of what its slope promises (Armijo).
+#: A step must lower the loss by this fraction of what its slope predicts (Armijo).
 SUFFICIENT = 1e-4
-#: A step that was halved so often is not worth another look.
+#: Largest number of halvings in the line search.
 HALVINGS = 20
 
 
 class Minimum(NamedTuple):
     weight: Tensor
-    losses: list[float]  # at the start, and after each step
+    losses: list[float]  # before the first and after each step
 
 
 def minimize(
     loss_and_gradient: Callable[[Tensor], tuple[float, Tensor]], weight: Tensor, max_iter: int, tol: float
 ) -> Minimum:
-    """Subspaces (C, K, N) with a lower loss, from given ones, in at most max_iter steps.
+    """Minimise a loss from initial subspaces (C, K, N), in at most max_iter steps.
 
-    loss_and_gradient: of subspaces, the gradient being Euclidean.
-    tol: stop when a step lowers the loss by less than this share of it.
+    `loss_and_gradient` returns the loss and its Euclidean gradient. It stops when a step lowers the loss by less than
+    the fraction `tol`.
     """
     loss, gradient = _tangent(loss_and_gradient, weight)
     losses = [loss]
@@ -41,7 +41,7 @@ def minimize(
     for _ in range(max_iter):
         direction = geometry.project(weight, -_inverse_hessian_times(gradient, pairs))
         slope = _dot(direction, gradient)
-        if slope >= 0:  # rounding, or pairs that no longer hold here
+        if slope >= 0:  # by rounding, or by outdated pairs
             pairs, direction = [], -gradient
             slope = _dot(direction, gradient)
         if slope == 0:
@@ -74,7 +74,7 @@ def _tangent(loss_and_gradient: Callable[[Tensor], tuple[float, Tensor]], weight
 
 
 def _inverse_hessian_times(gradient: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The two loops of L-BFGS."""
+    """Multiply the gradient by the inverse Hessian estimate: the two-loop recursion of L-BFGS."""
     out = gradient.clone()
     shares = []
     for step, change in reversed(pairs):

@@ -1,14 +1,14 @@
-"""The principal directions of each class: the best subspaces that need no training."""
+"""The principal directions of each class: subspaces that need no training."""
 
 import torch
 from torch import Tensor
 
 
 def principal_subspaces(rows: Tensor, labels: Tensor, sample_weight: Tensor, k: int) -> Tensor:
-    """For each class the k-dimensional subspace that holds most of the energy of its rows: (C, K, N).
+    """Return for each class the k-dimensional subspace W with the largest Σ w‖W x‖² over its rows x: (C, K, N).
 
-    rows (B, N), labels (B,) and weights (B,). Of all subspaces W it has the largest Σ w‖W x‖². A class whose rows span
-    fewer than k dimensions has that many directions, and zero rows for the others.
+    The arguments are rows (B, N), labels (B,) and weights (B,). A class whose rows span fewer than k dimensions has
+    zero rows for the absent directions.
     """
     classes = int(labels.max()) + 1
     out = rows.new_zeros(classes, k, rows.shape[1])
@@ -21,9 +21,9 @@ def principal_subspaces(rows: Tensor, labels: Tensor, sample_weight: Tensor, k: 
 
 
 def _principal_directions(rows: Tensor, k: int) -> Tensor:
-    """The right singular vectors of rows (B, N) that belong to the k largest singular values that are not 0.
+    """Return the right singular vectors of rows (B, N) for the k largest nonzero singular values.
 
-    From the eigenvectors of the smaller of the two Gram matrices.
+    It computes them from the eigenvectors of the smaller of the two Gram matrices.
     """
     wide = rows.shape[0] < rows.shape[1]
     values, vectors = torch.linalg.eigh(rows @ rows.mT if wide else rows.mT @ rows)
@@ -32,5 +32,5 @@ def _principal_directions(rows: Tensor, k: int) -> Tensor:
     values, vectors = values[present], vectors[:, present]
     if not wide:
         return vectors.mT
-    # The products lose orthogonality with the smaller values; QR restores it without a change of the span.
+    # These vectors are less orthogonal for smaller singular values. QR restores it and keeps the span.
     return torch.linalg.qr((vectors.mT @ rows).mT / values.sqrt()).Q.mT

@@ -1,7 +1,6 @@
 """The step on a CPU in C++ (step.cpp), for float32: two to four times as fast as plain torch.
 
-Optional: it is compiled at first use, if there is a compiler, and kept (compile_cache.py). Without one, `supports`
-says so.
+It is compiled at first use if there is a compiler, and cached (compile_cache.py). Otherwise `supports` says why not.
 """
 
 import ctypes
@@ -23,12 +22,12 @@ __all__ = ["WORTH_COMPILING_FOR", "geodesic_step", "supports", "unavailable"]
 
 SOURCE = Path(__file__).with_name("step.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno")
-#: Elements of a weight from which on it pays to compile: below, a step takes well under a millisecond either way.
+#: Smallest number of elements for which compiling pays. Below, plain torch takes well under a millisecond.
 WORTH_COMPILING_FOR = 2**20
 
 
 def supports(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None, options: StepOptions) -> str | None:
-    """Why this step cannot be made in C++, or None if it can. The first call compiles, which takes some seconds."""
+    """Return why this step cannot be made in C++, or None if it can. The first call compiles, for some seconds."""
     tensors = [tensor for tensor in (weight, grad, momentum_buffer) if tensor is not None]
     if not all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in tensors):
         return "it supports contiguous float32 weights, gradients and momenta on a CPU"
@@ -38,7 +37,7 @@ def supports(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None, optio
 
 
 def unavailable() -> str | None:
-    """Why nothing can be compiled here, or None if it can."""
+    """Return why the C++ code cannot be compiled or loaded here, or None if it can."""
     return _library()[1]
 
 
@@ -52,12 +51,12 @@ def geodesic_step(
     counts: Tensor,
     skip: Tensor | None = None,
 ) -> None:
-    """`reference.geodesic_step` in C++, of what `supports` has nothing against; the caller looks at `skip`."""
+    """Make the step in C++, for tensors that `supports` accepts. The caller handles `skip`."""
     library, _ = _library()
     assert library is not None
     assert skip is None
     classes, k, n = weight.shape
-    room = library.scratch_size(ctypes.c_long(k), ctypes.c_long(n))  # for each thread: two classes and a little
+    room = library.scratch_size(ctypes.c_long(k), ctypes.c_long(n))  # floats per thread: two classes and a little
     threads = max(1, min(torch.get_num_threads(), weight.numel() // (11 * room)))  # below a tenth of the weight
     scratch = torch.empty(threads, room, dtype=torch.float32, device=weight.device)
     library.step(
@@ -72,7 +71,7 @@ def geodesic_step(
         _address(counts),
         threads,
     )
-    # As torch does itself, so that autograd notices.
+    # As torch's in-place operations do, so that autograd notices the change.
     torch.autograd.graph.increment_version([weight] if momentum_buffer is None else [weight, momentum_buffer])
 
 
@@ -82,7 +81,7 @@ def _address(tensor: Tensor) -> ctypes.c_void_p:
 
 @functools.cache
 def _library() -> tuple[ctypes.CDLL | None, str | None]:
-    """The compiled library, or None and the reason."""
+    """Return the compiled library, or None and the reason."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
     if compiler is None:
         return None, "no C++ compiler was found"

@@ -1,7 +1,7 @@
 """CUDA C++ at run time: compiled by NVRTC, which comes with torch for GPUs, and launched through the driver.
 
-No compiler, no headers and no build step are needed. What has been compiled is kept (compile_cache.py), so that it
-takes its seconds once.
+It needs no compiler, headers or build step. Compiled kernels are cached on disk (compile_cache.py), since compiling
+takes seconds.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from grassy.kernels import compile_cache
 
 
 class Kernel:
-    """One function of a module that is loaded on one device."""
+    """A kernel function of a module that is loaded on a device."""
 
     def __init__(self, module: ctypes.c_void_p, name: str) -> None:
         self._driver, self._function = _driver(), ctypes.c_void_p()
@@ -28,7 +28,7 @@ class Kernel:
         self._shared = 48 * 1024
 
     def launch(self, blocks: int, threads: int, shared: int, arguments: Sequence[Any]) -> None:
-        """Launch on torch's current stream. Arguments: tensors for pointers, floats for doubles, ints, structs."""
+        """Launch on torch's current stream. Tensors become pointers, floats doubles; ints and structs stay."""
         self._allow(shared)
         values = [_as_c(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
@@ -37,7 +37,7 @@ class Kernel:
         _check(self._driver.cuLaunchKernel(self._function, *size, stream, pointers, None))
 
     def resident_clusters(self, cluster: int, threads: int, shared: int) -> int:
-        """How many clusters of so many thread blocks the device holds at once; 0 if not even one."""
+        """Return how many clusters of `cluster` thread blocks the device holds at once."""
         self._allow(shared)
         dimension = _LaunchAttribute(id=4, value=(ctypes.c_uint * 16)(cluster, 1, 1))  # CLUSTER_DIMENSION
         size = (ctypes.c_uint * 7)(cluster, 1, 1, threads, 1, 1, shared)
@@ -59,8 +59,8 @@ class Kernel:
 
 
 def load(binary: bytes, names: Sequence[str]) -> list[Kernel]:
-    """Functions of a compiled module, on the current device."""
-    torch.zeros((), device="cuda")  # makes the device's context that of this thread
+    """Load functions of a compiled module on the current device."""
+    torch.zeros((), device="cuda")  # makes the CUDA context of the device current in this thread
     module = ctypes.c_void_p()
     _check(_driver().cuModuleLoadData(ctypes.byref(module), binary))
     return [Kernel(module, name) for name in names]
@@ -78,7 +78,7 @@ class _LaunchAttribute(ctypes.Structure):
 
 
 class _LaunchConfig(ctypes.Structure):
-    """Sizes of the grid and of a block, and bytes of shared memory; stream; attributes."""
+    """CUlaunchConfig: grid size, block size and bytes of shared memory, stream, attributes."""
 
     _fields_ = (
         ("size", ctypes.c_uint * 7),
@@ -99,7 +99,10 @@ def _as_c(argument: Any) -> Any:
 def compile_kernels(
     source: str, names: Sequence[str], defines: dict[str, int], capability: tuple[int, int]
 ) -> list[Kernel]:
-    """The kernels `names` of a CUDA C++ source, for the current device; RuntimeError with the compiler's words."""
+    """Compile the kernels `names` of a CUDA C++ source for the current device.
+
+    Raises RuntimeError with the log of the compiler.
+    """
     library = _nvrtc()
     options = [f"-D{key}={value}" for key, value in sorted(defines.items())]
     options += [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
@@ -107,10 +110,10 @@ def compile_kernels(
     library.nvrtcVersion(ctypes.byref(version[0]), ctypes.byref(version[1]))
     text = "\n".join([source, *options, f"{version[0].value}.{version[1].value}"])
     file = f"{names[0]}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.cubin"
-    with contextlib.suppress(OSError, RuntimeError):  # none yet, or one that cannot be read or loaded
+    with contextlib.suppress(OSError, RuntimeError):  # not cached, unreadable or not loadable
         return load((compile_cache.folder() / file).read_bytes(), names)
     binary = _compiled(library, source, options)
-    # A folder that cannot be written to costs only time.
+    # If the cache cannot be written, the next process compiles again.
     with contextlib.suppress(OSError, RuntimeError), compile_cache.written_whole(file) as path:
         path.write_bytes(binary)
     return load(binary, names)
@@ -140,7 +143,7 @@ def _driver() -> ctypes.CDLL:
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
-    """The library beside torch, or in the CUDA toolkit; OSError if there is none."""
+    """Load NVRTC from torch's packages or the CUDA toolkit. Raises OSError if there is none."""
     name = f"libnvrtc.so.{str(torch.version.cuda).partition('.')[0]}"
     package = importlib.util.find_spec("nvidia")
     folders = list(package.submodule_search_locations or []) if package else []
@@ -150,4 +153,4 @@ def _nvrtc() -> ctypes.CDLL:
             return ctypes.CDLL(candidate)
         except OSError:
             continue
-    raise OSError(f"{name} is not to be found")
+    raise OSError(f"{name} was not found")

@@ -1,9 +1,9 @@
-"""The step on an NVIDIA GPU in CUDA C++ (step.cu): one launch, each number read and written once. Large classes have
-three more launches before it (stream.py).
+"""The step on an NVIDIA GPU in CUDA C++ (step.cu): one launch that reads and writes each element once.
 
-Optional: it is compiled at first use by the NVRTC library that comes with torch. It supports float32 weights with k up
-to 32, as far as a class fits into shared memory; gradients and momentum may be bfloat16. Learning rate, momentum and
-the flag that skips a step may be tensors on the device, and nothing is read back: the step can live in a CUDA graph.
+Large classes have three more launches before it (stream.py). NVRTC, which comes with torch, compiles the kernels at
+first use. They support float32 weights with k up to 32, if a class fits into shared memory. Gradients and momentum may
+be bfloat16. Learning rate, momentum and the skip flag may be tensors on the device, and nothing synchronises, so that
+the step can be part of a CUDA graph.
 """
 
 import ctypes
@@ -23,66 +23,66 @@ __all__ = ["HEADS", "Plan", "geodesic_steps", "plan", "source", "supports"]
 
 SOURCE = Path(__file__).with_name("step.cu")
 STREAM_SOURCE = SOURCE.with_name("stream.cu")
-#: Heads that one launch takes.
+#: Largest number of heads per launch.
 HEADS = 32
-#: The largest K.
+#: Largest K.
 MOST_ROWS = 32
-#: Of gradients and momenta.
+#: Dtypes of gradients and momenta.
 TYPES = (torch.float32, torch.bfloat16)
-#: Up to this K two classes are taken together, if they fit: tensor cores work on 8 rows at least.
+#: Up to this K two classes are processed together, if they fit, since tensor cores work on at least 8 rows.
 PAIRED_K = 4
-#: KiB of shared memory for the slice of a class or pair that a thread block holds, by rows: an H200 was fastest so.
+#: KiB of shared memory for the slice of a class or pair in a thread block, by rows: fastest on an H200.
 SLICE_KIB = {8: 32, 16: 64, 32: 128}
-#: KiB of shared memory that a thread block may have, by capability; those that are not listed, such as 8.6, have 99.
+#: Largest shared memory of a thread block in KiB, by compute capability. Others, such as 8.6, have 99.
 SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
-#: Of these the kernel's own variable takes so many bytes.
+#: Bytes of shared memory that the kernel declares statically.
 STATIC_BYTES = 16
-#: Of the L2 cache so much may be filled with what later clusters will take: more would be gone before they come.
+#: Fraction of the L2 cache for data prefetched for later clusters. More would be evicted before its use.
 SHARE_OF_L2 = 0.5
-#: More clusters than there are: none of them brings anything ahead.
+#: Number of resident clusters that disables prefetching.
 NOTHING_AHEAD = 2**31 - 1
-#: Cycles in which the memory of an H200 delivers a KiB to each of its multiprocessors, or a few less.
+#: Cycles in which the memory of an H200 delivers one KiB to each multiprocessor, slightly underestimated.
 MEMORY_CYCLES_PER_KIB = 50
-#: Of the flags in launch.cuh, the one that is set here: classes on which there is another verdict are left alone.
+#: The flag of launch.cuh that restricts step.cu to classes with the verdict AGAIN.
 CAREFUL_ONLY = 256
 
 
 class Plan(NamedTuple):
-    """How classes are divided: a cluster of blocks takes `classes`, and each block `columns` of their columns."""
+    """How the work is divided: a cluster of blocks processes `classes` classes, each block `columns` columns."""
 
     k: int
-    rows: int  # of all classes together, rounded up
+    rows: int  # of all its classes, rounded up to 8, 16 or 32
     cluster: int
     columns: int
     warps: int
-    blocks: int  # that a multiprocessor is meant to hold at once, which bounds the registers of each
+    blocks: int  # per multiprocessor, which bounds the registers of each
     classes: int = 1
 
     @property
     def pieces(self) -> int:
-        """Of 128 columns, of one row, that a warp loads at once: all, or as equal parts of them as possible."""
+        """How many pieces of 128 columns of a row a warp loads at once, in parts as equal as possible."""
         pieces = -(-self.columns // 128)
-        most = 3 if self.rows == 8 and self.warps <= 4 else 4  # the former loads several rows at once, see launch.cuh
+        most = 3 if self.rows == 8 and self.warps <= 4 else 4  # 8 rows: several rows at once, see launch.cuh
         return -(-pieces // -(-pieces // most))
 
     @property
     def shared_bytes(self) -> int:
         matrix = self.rows**2
-        sums = 128 * {8: 2, 16: 6, 32: 20}[self.rows]  # TILES of 128 numbers
+        sums = 128 * {8: 2, 16: 6, 32: 20}[self.rows]  # TILES of 128 floats
         buffers = {8: self.warps, 16: self.warps // 2, 32: 2}[self.rows]
         exchanged = 0 if self.cluster == 1 else sums * {8: 1, 16: 0, 32: 2}[self.rows]
         columns = 2 * self.classes * self.k * (self.columns + 4) + 32
-        if self.rows == 8:  # sums lie where all matrices will be
+        if self.rows == 8:  # the sums share memory with all matrices
             return 4 * (columns + exchanged + max(9 * matrix, buffers * sums))
         return 4 * (columns + exchanged + matrix + max(8 * matrix, buffers * sums))
 
 
-#: What stream.cu is compiled for.
+#: The plan that stream.cu is compiled for.
 STREAMED = Plan(32, 32, 1, 32, 8, 1)
 
 
 def plan(k: int, n: int, capability: tuple[int, int]) -> Plan | None:
-    """How to launch the kernel for classes of K x N; None if it does not take them."""
+    """Return how to launch the kernel for classes of K x N, or None if it does not support them."""
     if k > MOST_ROWS or capability < (8, 0):
         return None
     together = _plan(k, n, 2, capability) if k <= PAIRED_K else None
@@ -102,8 +102,7 @@ def _plan(k: int, n: int, classes: int, capability: tuple[int, int]) -> Plan | N
     shared = Plan(k, rows, cluster, columns, warps, 1, classes).shared_bytes
     if shared > largest:
         return None
-    # More warps hide more, but each has fewer registers then. With 16 on a multiprocessor 500 pairs in clusters of four
-    # are four rounds.
+    # More warps hide more latency but have fewer registers each.
     registers_for = {8: 20 if classes == 1 else 16, 16: 12 if warps == 4 else 16, 32: 16}[rows]
     by_registers = registers_for // warps
     by_memory = (largest + 1024) // (shared + 1024)
@@ -111,7 +110,7 @@ def _plan(k: int, n: int, classes: int, capability: tuple[int, int]) -> Plan | N
 
 
 def supports(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None, options: StepOptions) -> str | None:
-    """Why the kernels cannot make such a step here, or None if they can. The first call for a shape compiles."""
+    """Return why the kernels cannot make this step, or None if they can. The first call for a shape compiles."""
     if weight.device.type != "cuda" or torch.version.cuda is None:
         return "it needs an NVIDIA GPU"
     if options.retraction != "geodesic":
@@ -131,13 +130,13 @@ def supports(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None, optio
         return "it needs an Ampere GPU or newer" if old else f"classes of {k} x {n} do not fit into shared memory"
     reason = _failure(chosen, grad.dtype == torch.bfloat16, momentum.dtype == torch.bfloat16, weight.device)
     if reason and torch.cuda.is_current_stream_capturing():
-        _failure.cache_clear()  # a module cannot always be loaded while a graph is captured: ask again afterwards
+        _failure.cache_clear()  # loading may fail during graph capture: try again afterwards
     return reason
 
 
 @functools.cache
 def _failure(chosen: Plan, grad_is_bf16: bool, momentum_is_bf16: bool, device: torch.device) -> str | None:
-    """Why the kernel could not be compiled or loaded. Found out once, as it may take seconds: steps ask every time."""
+    """Return why the kernel cannot be compiled or loaded, or None. Cached, since compiling takes seconds."""
     try:
         kernel = _kernel(chosen, 1, grad_is_bf16, momentum_is_bf16, device)
         if _streamed(chosen):
@@ -145,14 +144,14 @@ def _failure(chosen: Plan, grad_is_bf16: bool, momentum_is_bf16: bool, device: t
         with torch.cuda.device(device):
             if not _resident(kernel, chosen):
                 return f"{chosen.cluster} of its thread blocks together do not fit on this GPU"
-    except (OSError, RuntimeError, AttributeError) as error:  # the last of a driver that is too old for a function
+    except (OSError, RuntimeError, AttributeError) as error:  # AttributeError: the driver is too old
         return str(error)
     return None
 
 
 @functools.cache
 def _heads(number: int) -> type[ctypes.Structure]:
-    """The struct `Heads` of launch.cuh."""
+    """Return the struct `Heads` of launch.cuh."""
 
     class Heads(ctypes.Structure):
         _fields_ = (
@@ -177,11 +176,10 @@ def geodesic_steps(
     counts: Sequence[Tensor],
     skip: Tensor | None = None,
 ) -> None:
-    """`reference.geodesic_step` of up to HEADS weights (C_i, K, N) together, which `supports` has nothing against: of
-    one K, N, device and types.
+    """Make the step of up to HEADS weights (C_i, K, N) that `supports` accepts, with equal K, N, device and dtypes.
 
-    All have momentum or none has. If `skip`, a number on the device, is not 0, nothing is done. counts: two elements
-    for each weight to which those of this step are added.
+    Either all have momentum or none. If `skip`, a scalar on the device, is not 0, nothing happens. The step adds its
+    counts to `counts`, (2,) per weight.
     """
     grads = [grad.contiguous() for grad in grads]
     buffers = [buffer for buffer in momentum_buffers if buffer is not None]
@@ -203,7 +201,7 @@ def geodesic_steps(
         skip is not None,
     )
     flags = sum(2**bit for bit, fact in enumerate(facts) if fact)
-    # A kernel for many heads takes a kilobyte of arguments, which is felt in the time of a launch.
+    # The kernel for many heads has a kilobyte of arguments, which makes its launch slower.
     number = 1 if len(weights) == 1 else HEADS
     heads, clusters = _heads(number)(), 0
     for i, (each, grad) in enumerate(zip(weights, grads, strict=True)):
@@ -219,7 +217,7 @@ def geodesic_steps(
         except RuntimeError:
             if number == 1 or not torch.cuda.is_current_stream_capturing():
                 raise
-            # While a graph is captured a module cannot always be loaded. That for one head is there.
+            # Loading a module may fail during graph capture, but the kernel for one head is loaded already.
             for w, d, m, total in zip(weights, grads, momentum_buffers, counts, strict=True):
                 if len(w):
                     geodesic_steps([w], [d], [m], lr, momentum, options, [total], skip)
@@ -234,7 +232,7 @@ def geodesic_steps(
             flags, ahead, pause = flags | CAREFUL_ONLY, NOTHING_AHEAD, 0
         arguments = [heads, *pointers, verdicts, *values, k, n, chosen.columns, ahead, pause, flags]
         kernel.launch(clusters * chosen.cluster, 32 * chosen.warps, chosen.shared_bytes, arguments)
-    # As torch does itself, so that autograd notices.
+    # As torch's in-place operations do, so that autograd notices the change.
     torch.autograd.graph.increment_version([*weights, *buffers])
 
 
@@ -244,14 +242,15 @@ def _as_float32(value: Any, device: torch.device) -> Any:
 
 @functools.cache
 def _resident(kernel: Any, chosen: Plan) -> int:
-    """Clusters that the GPU holds at once."""
+    """Return the number of clusters that the GPU holds at once."""
     return kernel.resident_clusters(chosen.cluster, 32 * chosen.warps, chosen.shared_bytes)
 
 
 @functools.cache
 def _bringing_ahead(kernel: Any, chosen: Plan, n: int, device: torch.device) -> int:
-    """The clusters that are resident, of which the kernel brings what half of them take ahead; or NOTHING_AHEAD, if
-    that were too much for the cache.
+    """Return the number of resident clusters, or NOTHING_AHEAD if prefetching does not fit into the L2 cache.
+
+    The kernel prefetches the data of half as many clusters.
     """
     resident = _resident(kernel, chosen)
     ahead = resident / 2 * chosen.classes * chosen.k * n * 12  # bytes: weight, gradient and momentum
@@ -268,14 +267,15 @@ def _kernel(chosen: Plan, heads: int, grad_is_bf16: bool, momentum_is_bf16: bool
 
 
 def _pause(chosen: Plan, rounds: bool) -> int:
-    """Cycles between blocks of a multiprocessor that begin a launch: until memory has delivered what one loads, if
-    there is more than one round of them.
+    """Return the cycles by which the first blocks on a multiprocessor start apart: the load time of one block.
+
+    It is 0 if all blocks are resident at once.
     """
     return round(MEMORY_CYCLES_PER_KIB * 12 * chosen.classes * chosen.k * chosen.columns / 1024) if rounds else 0
 
 
 def _streamed(chosen: Plan) -> bool:
-    """Whether stream.cu comes first: one such class fills the multiprocessors it is on, which then often wait."""
+    """Whether stream.cu runs first: such a class would occupy whole multiprocessors, which often idle."""
     return chosen.rows == 32 and chosen.cluster > 1
 
 
@@ -288,12 +288,12 @@ def _stream_kernels(heads: int, grad_is_bf16: bool, momentum_is_bf16: bool, devi
 
 
 def source(file: Path = SOURCE) -> str:
-    """The text of a kernel, with what it includes: NVRTC is given no folder to look in."""
+    """Return the source of a kernel with its includes inlined, because NVRTC has no include path."""
     return re.sub(r'#include "(.+)"', lambda found: file.with_name(found[1]).read_text(), file.read_text())
 
 
 def defines(chosen: Plan, heads: int, grad_is_bf16: bool, momentum_is_bf16: bool) -> dict[str, int]:
-    """What step.cu and stream.cu are compiled with."""
+    """Return the macros for step.cu and stream.cu."""
     return {
         "ROWS": chosen.rows,
         "PAIRS": chosen.classes - 1,

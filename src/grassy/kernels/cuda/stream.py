@@ -1,8 +1,7 @@
-"""The step of classes of 17 to 32 rows for which step.cu would need a cluster of thread blocks: three launches of
-stream.cu.
+"""The step of classes with 17 to 32 rows that do not fit into one thread block: three launches of stream.cu.
 
-Classes with lr |mu M + D| above 1, and with `max_angle` those whose mu M + D lies almost inside the subspace, need more
-passes: on these `steps` returns a verdict, and step.cu is launched after it.
+Some classes need more passes: those with lr |mu M + D| > 1, and with `max_angle` those whose mu M + D lies almost
+inside the subspace. For these `steps` returns the verdict AGAIN, and step.cu, launched afterwards, makes their step.
 """
 
 import ctypes
@@ -12,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: In the order in which they are launched.
+#: In launch order.
 KERNELS = ("grams", "turns", "moves")
-#: Classes that are taken together: what lies between the launches, 26 KiB a class, is not to become large.
+#: Classes per launch, which bounds the intermediate memory of 26 KiB per class.
 AT_ONCE = 1024
-#: Of a class, in numbers of 4 bytes: 20 tiles of Gram matrices; four factors.
+#: Intermediate floats per class: 20 tiles of Gram matrices, and four factors.
 TILES, FACTORS = 20 * 128, 4 * 32**2
-#: Of a thread block: threads, and bytes of shared memory for the sums of four warps; nine matrices; split factors,
-#: marks of rows, and columns of four warps.
+#: Threads per block.
 STREAM_THREADS, TURN_THREADS = 128, 256
+#: Bytes of shared memory per block. grams: the sums of four warps. turns: nine matrices. moves: split factors, marks of
+#: absent rows, and columns of four warps.
 SHARED = {"grams": 4 * 4 * TILES, "turns": 4 * 9 * 32**2, "moves": 4 * (32 * 256 + 32 + 4 * 2 * 32 * 36)}
 
 
@@ -35,10 +35,10 @@ def steps(
     n: int,
     flags: int,
 ) -> Tensor:
-    """Step the classes of all heads; a verdict on each, AGAIN of launch.cuh if it is left to step.cu.
+    """Step the classes of all heads and return a verdict per class: AGAIN of launch.cuh if step.cu has to make it.
 
-    like: a tensor on the device. pointers, values: learning rate, momentum, and the flag that skips a step or the
-    largest angle, as step.cu takes them.
+    `like` is a tensor on the device. `pointers` (learning rate, momentum, skip flag) and `values` (learning rate,
+    momentum, largest angle) are those of step.cu.
     """
     (lr, momentum, skip), (lr_value, momentum_value, max_angle) = pointers, values
     grams, turns, moves = kernels

@@ -1,4 +1,4 @@
-"""Kernels in Triton, for the head and for the step; Triton itself is optional and loaded when it is first used."""
+"""Triton kernels for the head and the step. Triton is optional and imported at first use."""
 
 import functools
 import importlib.util
@@ -7,12 +7,12 @@ import os
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-#: Found out once: torch.compile cannot look for modules.
+#: Determined at import, since torch.compile cannot trace find_spec.
 INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why no kernel in Triton can run on a device; None if they can."""
+    """Return why Triton kernels cannot run on a device, or None if they can."""
     if not INSTALLED:
         return "triton is not installed (it comes with torch for GPUs)"
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -20,20 +20,20 @@ def unavailable(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "it needs a GPU, or TRITON_INTERPRET=1 in the environment from the start"
     if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        return None  # nothing can be tried out here; by now kernels have run, as a rule
+        return None  # cannot be tested here; usually kernels have run before
     try:
         return _failure_of_a_launch(device)
     except torch.OutOfMemoryError:
-        return None  # which says nothing about Triton
+        return None  # says nothing about Triton
 
 
 @functools.cache
 def _failure_of_a_launch(device: torch.device) -> str | None:
-    """Triton needs a C compiler, for one, and the headers of Python: only a launch shows whether they are there."""
+    """Launch a small kernel and return the error, or None. Triton needs a C compiler and Python's headers."""
     try:
         from grassy.kernels.triton import head  # imports triton
 
-        with _disable_current_modes():  # fake tensors cannot be launched on
+        with _disable_current_modes():  # fake tensors have no memory
             head.unit(torch.ones(1, 1, dtype=torch.float32, device=device), torch.float32)
     except torch.OutOfMemoryError:
         raise

@@ -1,11 +1,11 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
-"""The kernels of the head on a GPU: all of it but the three large products, which are the BLAS library's.
+"""The kernels of the head on a GPU: everything except the three large matmuls, which BLAS computes.
 
-Shapes: B batch, C classes, K subspace dimension, N feature dimension. Coordinates y (B, C·K), those of all classes or
-of some, are read and written in the precision of the products; the arithmetic is float32. With TRITON_INTERPRET=1 the
-kernels run, slowly, on tensors of the CPU. Nothing is read back: they can live in a CUDA graph.
+Shapes: B batch, C classes, K subspace dimension, N feature dimension. Coordinates y (B, C·K), of all or some classes,
+are read and written in the dtype of the matmuls. The arithmetic is float32. With TRITON_INTERPRET=1 the kernels run,
+slowly, on CPU tensors. Nothing synchronises, so that they can be part of a CUDA graph.
 
-`unit`, `unit_grad`, `observe` and `pull_back` do what their namesakes in `cross_entropy` do in plain torch.
+`unit`, `unit_grad`, `observe` and `pull_back` correspond to the functions of `cross_entropy` in plain torch.
 """
 
 import torch
@@ -15,15 +15,15 @@ from torch import Tensor
 
 __all__ = ["lengths", "lengths_grad", "observe", "pull_back", "unit", "unit_grad"]
 
-#: Coordinates that a program holds at a time, 16 a thread: with 32 and an odd K, registers run out.
+#: Coordinates per program at a time, 16 per thread: with 32 per thread and an odd K, registers spill.
 TILE = 2048
-#: And classes at most, each of which has a running maximum and sums.
+#: Largest number of classes per program, each with its own running maximum and sums.
 CLASSES = 512
 WARPS = 4
 
 
 def unit(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x̂ = x/‖x‖ (B, N) in the precision of the products, and 1/‖x‖ (B,); both zero for a zero feature."""
+    """Return x̂ = x/‖x‖ (B, N) in the dtype of the matmuls and 1/‖x‖ (B,). Both are 0 for a zero feature."""
     batch, n = x.shape
     result = torch.empty((batch, n), dtype=dtype, device=x.device)
     inverse = torch.empty(batch, dtype=torch.float32, device=x.device)
@@ -32,7 +32,7 @@ def unit(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def unit_grad(x: Tensor, inverse: Tensor, v: Tensor) -> Tensor:
-    """(v − x̂(x̂·v))/‖x‖: the gradient of x (B, N) from that of x̂, v (B, N) in float32."""
+    """Return the gradient (v − x̂(x̂·v))/‖x‖ of x (B, N), given that of x̂, v (B, N) in float32."""
     batch, n = x.shape
     result = torch.empty((batch, n), dtype=x.dtype, device=x.device)
     _unit_grad[(batch,)](x.contiguous(), inverse, v, result, n, BLOCK=_columns(n), num_warps=WARPS)
@@ -40,7 +40,7 @@ def unit_grad(x: Tensor, inverse: Tensor, v: Tensor) -> Tensor:
 
 
 def lengths(y: Tensor, k: int, gamma: float) -> Tensor:
-    """γ‖y_c‖, the logits (B, C) in float32."""
+    """Return the logits γ‖y_c‖, (B, C) in float32."""
     batch, classes = y.shape[0], y.shape[1] // k
     result = torch.empty((batch, classes), dtype=torch.float32, device=y.device)
     tile = _tile(k, classes)
@@ -49,7 +49,7 @@ def lengths(y: Tensor, k: int, gamma: float) -> Tensor:
 
 
 def lengths_grad(y: Tensor, grad: Tensor, k: int, gamma: float) -> Tensor:
-    """The gradient of the coordinates, γ g_c y_c/‖y_c‖ (B, C·K), from that of the logits, g (B, C)."""
+    """Return the gradient γ g_c y_c/‖y_c‖ of the coordinates, (B, C·K), given that of the logits, g (B, C)."""
     batch, classes = grad.shape
     result = torch.empty_like(y)
     tile = _tile(k, classes)
@@ -110,9 +110,9 @@ def _columns(n: int) -> int:
 
 
 def _tile(k: int, classes: int) -> dict[str, int]:
-    """How many classes a program takes at a time, and their coordinates rounded up to a power of two.
+    """Return K, K rounded up to a power of two, and the number of classes per program, as kernel constants.
 
-    K itself is a constant too: that a class starts at a multiple of it is what lets a thread load it at once.
+    With K as a constant, Triton knows the alignment of a class and can vectorise its load.
     """
     padded = triton.next_power_of_2(k)
     return {"K": k, "PADDED": padded, "BLOCK": max(1, min(CLASSES, TILE // padded, triton.next_power_of_2(classes)))}
@@ -141,7 +141,7 @@ def _unit(x_pointer, result_pointer, inverse_pointer, n, BLOCK: tl.constexpr):
             x = tl.load(x_pointer + first + lane, first + lane < n, other=0.0).to(tl.float32) * scale
             squares += x * x
         length = tl.sqrt(tl.sum(squares, axis=0))
-    inverse = tl.where(length == 0, 0.0, 1.0 / length)  # of a NaN it is one
+    inverse = tl.where(length == 0, 0.0, 1.0 / length)  # NaN stays NaN
     tl.store(inverse_pointer + row, inverse * scale)
     for first in range(0, n, BLOCK):
         x = tl.load(x_pointer + first + lane, first + lane < n, other=0.0).to(tl.float32) * scale
@@ -208,8 +208,8 @@ def _observe(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """One program a row. Each lane has its own running maximum and sums, joined at the end."""
-    LOWEST: tl.constexpr = -3.0e38  # finite, so that no lane without a class gives Inf − Inf
+    """One program per row. Each lane has its own running maximum and sums, which are combined at the end."""
+    LOWEST: tl.constexpr = -3.0e38  # finite, to avoid Inf − Inf in lanes without a class
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     maxima = tl.full([BLOCK], LOWEST, tl.float32)
@@ -257,7 +257,7 @@ def _observe(
             picked -= mass * maximum
         else:
             weight = 1.0
-            # A label that is no class is found out by a NaN.
+            # A label that is no class gives a NaN.
             picked = tl.where((label >= 0) & (label < classes), picked - maximum, float("nan"))
         loss = weight * logarithm - (1 - smoothing) * picked - smoothing * (total / classes - maximum)
         if not SOFT:
@@ -306,13 +306,13 @@ def _pull_back(
     share = (1 - smoothing) * share + smoothing / classes
     probability = tl.exp(gamma * norm + shift - tl.load(rows_pointer + row))
     slope = grad * (tl.load(rows_pointer + batch + row) * probability - share)
-    tl.debug_barrier()  # out may be y: of a small tile several threads hold the same element, and all must have read it
+    tl.debug_barrier()  # out may be y, and several threads of a small tile read the same element
     tl.store(out_pointer + place, _direction(y, norm, gamma * slope), inside)
 
 
 @triton.jit
 def _row_and_classes(classes, BLOCK: tl.constexpr):
-    """What a program is about: a row, and a block of its classes."""
+    """Return the row and the block of classes of this program."""
     blocks = tl.cdiv(classes, BLOCK)
     row = tl.program_id(0) // blocks
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -321,7 +321,7 @@ def _row_and_classes(classes, BLOCK: tl.constexpr):
 
 @triton.jit
 def _coordinates(y_pointer, row, column, classes, K: tl.constexpr, PADDED: tl.constexpr):
-    """The coordinates (BLOCK, PADDED) of some classes of a row, where they lie, and which of them there are."""
+    """Return the coordinates (BLOCK, PADDED) of some classes of a row, their offsets, and the mask."""
     part = tl.arange(0, PADDED)
     place = row * classes * K + (column[:, None] * K + part[None, :])
     inside = (column < classes)[:, None] & (part < K)[None, :]
@@ -335,5 +335,5 @@ def _norm(y):
 
 @triton.jit
 def _direction(y, norm, slope):
-    """slope_c y_c/‖y_c‖, and zero where y_c is."""
+    """Return slope_c y_c/‖y_c‖, and 0 where y_c = 0."""
     return y * tl.where(norm == 0, 0.0, slope / norm)[:, None]

@@ -1,7 +1,7 @@
-"""What the step in Triton does with K x K matrices: `reference._step` between its passes over the columns.
+"""The K x K part of the step in Triton: `reference._step` between its passes over the columns.
 
-PRECISION: how products are made. Tensor cores would round to TF32; "tf32x3", three products of split numbers, is almost
-float32. Where there are no such tensor cores it is "ieee", float32 itself.
+PRECISION is the precision of matmuls. "tf32x3" uses three TF32 matmuls of split operands on tensor cores and is almost
+as accurate as float32. "ieee" is float32, for GPUs without TF32 tensor cores.
 """
 
 import triton
@@ -10,13 +10,13 @@ import triton.language as tl
 
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr):
-    """A B."""
+    """Return A B."""
     return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
 def cosm1_sinc(x, eye, PRECISION: tl.constexpr):
-    """`geometry.cosm1_sinc`: Taylor polynomials of degree 5 for ‖X‖ <= 1, then doublings of the angle."""
+    """Compute `geometry.cosm1_sinc`: Taylor polynomials of degree 5 for ‖X‖ <= 1, then doublings of the angle."""
     size = tl.sum(tl.sum(x * eye, axis=1), axis=0)
     doublings = tl.maximum(tl.ceil(0.5 * tl.log2(tl.maximum(size, 1.0))), 0.0).to(tl.int32)
     x = x * tl.exp2(-2.0 * doublings.to(tl.float32))
@@ -35,14 +35,14 @@ def cosm1_sinc(x, eye, PRECISION: tl.constexpr):
 
 @triton.jit
 def largest_singular_value(a, PRECISION: tl.constexpr):
-    """The root of the largest eigenvalue of A: `reference._largest_eigenvalue`."""
+    """Return the square root of the largest eigenvalue of A, as `reference._largest_eigenvalue`."""
     tiny: tl.constexpr = 1.1754944e-38
     scale = tl.maximum(tl.max(tl.max(tl.abs(a), axis=1), axis=0), tiny)
     a = a / scale
     norm = tl.maximum(tl.sqrt(tl.sum(tl.sum(a * a, axis=1), axis=0)), tiny)
     logarithm = tl.log(scale) + tl.log(norm)
     share = 0.5
-    for _ in range(8):  # not unrolled: large products take the compiler long
+    for _ in range(8):  # not unrolled: large matmuls compile slowly
         a = a / norm
         a = dot(a, a, PRECISION)
         norm = tl.maximum(tl.sqrt(tl.sum(tl.sum(a * a, axis=1), axis=0)), tiny)

@@ -1,13 +1,13 @@
 """The portable step on a GPU, in a few launches: any n, and k up to 32, or 64 on a large GPU.
 
-The mathematics is that of `reference._step`, the names too. A first pass over the columns sums the Gram matrices of W
-and B = μM + D (`_grams`), from which all K x K matrices follow (`_turns`), and a second one makes the new W and M
-(`_moves`): eight passes through memory, where five would be the floor. Classes that turn far have more, in which H and
-W' themselves are looked at (`_grams` again, `_polish`).
+Mathematics and names are those of `reference._step`. A first pass over the columns sums the Gram matrices of W and
+B = μM + D (`_grams`). All K x K matrices follow from these (`_turns`). A second pass computes the new W and M
+(`_moves`). This makes eight passes through memory, where the memory-bound lower limit is five. Classes with a large
+rotation angle need more passes, over H and W' themselves (`_grams` again, `_polish`).
 
-Products are those of tensor cores, each of three ("tf32x3"), which is almost float32. Their sums are not rounded but
-cut off, so that a long sum would drift: the columns of a block are summed there, and blocks in float32. Other GPUs
-multiply in float32 ("ieee"); for these the kernels are compiled in tests, but were never run.
+Matmuls run on tensor cores as "tf32x3", three TF32 matmuls, which is almost float32. Tensor cores truncate their sums
+instead of rounding them, so that long sums would drift. They therefore sum the columns of one block, and the blocks are
+summed in float32. Other GPUs multiply in float32 ("ieee"). For these, tests compile the kernels but never ran them.
 """
 
 import functools
@@ -23,30 +23,30 @@ from grassy.kernels.reference import MAX_DOUBLINGS
 from grassy.kernels.triton.small_matrices import cosm1_sinc, dot, largest_singular_value
 
 MAX_ROWS = 64
-#: Columns of a block, by the rows of a class, rounded up.
+#: Columns of a block, by the padded number of rows of a class.
 COLUMNS = {16: 64, 32: 32, 64: 32}
 STAGES = 2
-#: With 64 rows, what a program needs of shared memory; it is what GPUs from Hopper on for data centres have.
+#: Shared memory that a program with 64 rows needs. Data-centre GPUs have it since Hopper.
 BYTES_OF_64_ROWS = 200 * 1024
-#: Columns that one program of the last pass makes.
+#: Columns per program in the last pass.
 SHARE = 512
-#: Of the K x K matrices between the passes; more classes than have room there are taken one part after the other.
+#: Bytes for the K x K matrices between the passes. More classes than fit are processed in parts.
 SCRATCH_BYTES = 2**26
-#: Of gradients and momenta.
+#: Dtypes of gradients and momenta.
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Variants of the kernels that have been launched in this process: the first launch of one compiles and loads it, which
-#: is forbidden while a CUDA graph is captured.
+#: Kernel variants launched in this process. The first launch compiles and loads a variant, which is forbidden during
+#: CUDA graph capture.
 _LAUNCHED: set[Hashable] = set()
 CAPTURED_TOO_EARLY = (
-    "the kernel in Triton cannot be compiled while a CUDA graph is captured; make a step of the same kind first"
+    "the Triton kernel cannot be compiled while a CUDA graph is captured; make a step of the same kind first"
 )
 
-#: What `_turns` finds about a class.
+#: Verdicts of `_turns` on a class.
 SKIP, STILL, MOVE, CAREFUL, POLISH, GONE = (tl.constexpr(i) for i in range(6))
 
 
 def supports(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None, options: StepOptions) -> str | None:
-    """Why the kernels cannot make such a step, or None if they can."""
+    """Return why the kernels cannot make this step, or None if they can."""
     if options.retraction != "geodesic":
         return "it supports retraction='geodesic'"
     if weight.dtype != torch.float32 or not weight.is_contiguous() or weight.numel() == 0:
@@ -62,8 +62,8 @@ def supports(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None, optio
 
 @functools.cache
 def precision(device: torch.device) -> str:
-    """How products are made: GPUs of AMD, and those of NVIDIA before Ampere, have no tensor cores that take TF32."""
-    if device.type != "cuda":  # which is interpreted
+    """Return the precision of matmuls. GPUs of AMD, and of NVIDIA before Ampere, have no TF32 tensor cores."""
+    if device.type != "cuda":  # the interpreter
         return "tf32x3"
     tf32 = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
     return "tf32x3" if tf32 else "ieee"
@@ -71,13 +71,13 @@ def precision(device: torch.device) -> str:
 
 @functools.cache
 def _most_rows(device: torch.device) -> int:
-    """Of a class, on a GPU."""
+    """Return the largest K that a GPU supports."""
     shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
     return MAX_ROWS if precision(device) == "tf32x3" and shared >= BYTES_OF_64_ROWS else MAX_ROWS // 2
 
 
 def warps(rows: int) -> int:
-    """Of a program, by the rows of a class, rounded up."""
+    """Return the number of warps per program for a padded number of rows."""
     return 8 if rows == 64 else 4
 
 
@@ -91,9 +91,9 @@ def geodesic_step(
     counts: Tensor,
     skip: Tensor | None = None,
 ) -> None:
-    """`reference.geodesic_step` in a few launches, of what `supports` has nothing against; counts are added to.
+    """Make the step in a few launches, for tensors that `supports` accepts, and add to `counts`.
 
-    NotCompiledYet if that would compile while a CUDA graph is captured.
+    Raises NotCompiledYet if it would have to compile during CUDA graph capture.
     """
     grad = grad.contiguous()
     arguments = map(_kind, (weight, grad, momentum_buffer, lr, momentum, skip, counts))
@@ -105,7 +105,7 @@ def geodesic_step(
     parallel, max_angle = options.transport == "parallel", options.max_angle
     matrices = 6 if parallel else 4
     part = max(1, min(classes, SCRATCH_BYTES // (4 * matrices * rows * rows)))
-    # Of each class some K x K matrices, a row that says which of its rows are present, and a verdict.
+    # Per class: some K x K matrices, a row that marks which of its rows are present, and a verdict.
     scratch = torch.empty((part, matrices * rows + 1, rows), dtype=torch.float32, device=weight.device)
     verdicts = torch.empty(part, dtype=torch.int32, device=weight.device)
 
@@ -132,12 +132,12 @@ def geodesic_step(
                 _moves[grid](*tensors, CAREFUL_ONLY=careful, PARALLEL=parallel, SHARE=SHARE, **both)
             _polish[(many,)](w, *between, k, n, **sizes)
     _LAUNCHED.add(variant)
-    # As torch does itself, so that autograd notices.
+    # As torch's in-place operations do, so that autograd notices the change.
     torch.autograd.graph.increment_version([weight] if momentum_buffer is None else [weight, momentum_buffer])
 
 
 def _kind(value: float | Tensor | None) -> Hashable:
-    """Of an argument, what Triton compiles a variant of its own for."""
+    """Return the properties of an argument that Triton specialises on."""
     return (value.dtype, value.data_ptr() % 16 == 0) if isinstance(value, Tensor) else value is None
 
 
@@ -166,7 +166,7 @@ def _grams(
     CAN_SKIP: tl.constexpr,
     CAREFUL_ONLY: tl.constexpr,
 ):
-    """W Wᵀ, B Wᵀ and B Bᵀ; or, of classes that `_turns` found to need it, H Wᵀ and H Hᵀ from H itself."""
+    """Compute W Wᵀ, B Wᵀ and B Bᵀ; or, for classes with the verdict CAREFUL, H Wᵀ and H Hᵀ from H itself."""
     if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
         if tl.load(skip) != 0:
             return
@@ -179,7 +179,7 @@ def _grams(
     place = tl.program_id(0).to(tl.int64) * k * n + row * n + column
     nothing = _nothing(n, K)
     matrix = scratch_pointer + _matrix(matrices, K)
-    present = tl.load(scratch_pointer + _presence(matrices, K)) > 0  # with care; before that it is not known
+    present = tl.load(scratch_pointer + _presence(matrices, K)) > 0  # valid in the careful pass only
     x = tl.load(matrix + K * K)
     gram_w = tl.zeros([K, K], tl.float32)
     overlap = tl.zeros([K, K], tl.float32)
@@ -220,10 +220,10 @@ def _turns(
     PARALLEL: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """From Gram matrices to what W' = W + Y W + V H, H = B − X W and M' are made of: Y, X and V take their place.
+    """Replace the Gram matrices by the factors Y, X and V of W' = W + Y W + V H, H = B − X W and M'.
 
-    With `careful`, of the classes that were found to need it, H is projected once more, H − X' W, and twice is enough.
-    If that takes most of it away, it was but rounding, of a gradient inside the subspace or with k = n, and the class
+    With `careful`, H of the classes with the verdict CAREFUL is projected a second time, H − X' W, which suffices. If
+    that removes most of H, then H was rounding only, from a gradient inside the subspace or from k = n, and the class
     does not move.
     """
     if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
@@ -246,10 +246,10 @@ def _turns(
     if careful != 0:
         x = tl.load(matrix + 3 * K * K)
     overlap = tl.where(present[:, None], x, 0.0)
-    x = overlap - dot(overlap, defect, PRECISION)  # B Wᵀ (W Wᵀ)⁻¹, to first order, as is what follows; or H Wᵀ (W Wᵀ)⁻¹
+    x = overlap - dot(overlap, defect, PRECISION)  # B Wᵀ (W Wᵀ)⁻¹ to first order, or H Wᵀ (W Wᵀ)⁻¹
     square = a
     a = tl.where(present[:, None] & present[None, :], a - dot(x, tl.trans(overlap), PRECISION), 0.0)
-    length = energy  # ‖B‖², or that of H
+    length = energy  # ‖B‖² or ‖H‖²
     left = tl.sum(tl.sum(a * eye, axis=1), axis=0)
     energy = tl.maximum(left, 0.0)
     if careful != 0:
@@ -258,15 +258,15 @@ def _turns(
             tl.store(verdict_pointer, verdict)
             tl.store(matrix + 3 * K * K, x)
     else:
-        # A class that does not move is left alone, to the bit.
+        # A class that does not move stays bit-identical.
         verdict = tl.where(tl.sum(tl.sum(square * eye, axis=1), axis=0) > 0, MOVE, STILL)
-        # What cancellation leaves in A is of the size of rounding in B Bᵀ, and is felt only in large turns, or if the
-        # length of H itself matters.
+        # Cancellation leaves an error in A of the size of rounding in B Bᵀ. It matters only for large rotation angles,
+        # or if the length of H itself matters.
         far = rate * rate * length > 1
         if CAPPED:
             far = far | (64 * energy < length)
         verdict = tl.where(far, CAREFUL, verdict)
-        if (mass - mass) + (length - length) + (left - left) + (rate - rate) != 0:  # a NaN or Inf anywhere shows there
+        if (mass - mass) + (length - length) + (left - left) + (rate - rate) != 0:  # a NaN or Inf anywhere
             verdict = SKIP
             tl.atomic_add(counts_pointer, 1)
         tl.store(verdict_pointer, verdict)
@@ -316,7 +316,7 @@ def _moves(
     CAN_SKIP: tl.constexpr,
     CAREFUL_ONLY: tl.constexpr,
 ):
-    """The new W and M of some of the columns; of classes that need care, or of the others."""
+    """Compute the new W and M of some columns, for classes that need care or for all others."""
     if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
         if tl.load(skip) != 0:
             return
@@ -365,7 +365,7 @@ def _polish(
     N: tl.constexpr,
     CAN_SKIP: tl.constexpr,
 ):
-    """After a turn so large that rounding in A is felt: the polar factor of the result itself."""
+    """Take the polar factor of W' itself after a rotation so large that rounding in A matters."""
     if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
         if tl.load(skip) != 0:
             return
@@ -387,12 +387,12 @@ def _polish(
         tl.store(weight_pointer + place + begin, w + dot(half, w, PRECISION), inside)
 
 
-# ------------------------------------------------------------------------------------------------ parts of them
+# ------------------------------------------------------------------------------------------------------ helpers
 
 
 @triton.jit
 def _sum(grad_pointer, momentum_pointer, place, inside, mu, HAS_MOMENTUM: tl.constexpr, MAXIMIZE: tl.constexpr):
-    """B = μM + D."""
+    """Return B = μM + D."""
     b = tl.load(grad_pointer + place, inside, other=0.0).to(tl.float32)
     if MAXIMIZE:
         b = -b
@@ -403,18 +403,18 @@ def _sum(grad_pointer, momentum_pointer, place, inside, mu, HAS_MOMENTUM: tl.con
 
 @triton.jit
 def _nothing(n, K: tl.constexpr):
-    """0, which the compiler does not know to be it: else it would add all blocks up within the tensor cores."""
+    """Return 0 in a form that hides it from the compiler, which would otherwise sum all blocks in the tensor cores."""
     return tl.zeros([K, K], tl.float32) + tl.where(n < 0, 1.0, 0.0)
 
 
 @triton.jit
 def _matrix(matrices, K: tl.constexpr):
-    """Where the entries of the first matrix of a class are."""
+    """Return the offsets of the entries of the first matrix of a class."""
     index = tl.arange(0, K)
     return tl.program_id(0).to(tl.int64) * (matrices * K + 1) * K + index[:, None] * K + index[None, :]
 
 
 @triton.jit
 def _presence(matrices, K: tl.constexpr):
-    """Where it is noted whether the rows of a class are present."""
+    """Return the offsets of the marks of present rows of a class."""
     return tl.program_id(0).to(tl.int64) * (matrices * K + 1) * K + matrices * K * K + tl.arange(0, K)
