@@ -1,7 +1,7 @@
-"""grassy: classifiers whose classes are subspaces.
+"""grassy: classifiers that represent each class by a subspace.
 
-What is here, submodules included, is imported when it is first used: `import grassy` costs nothing, `grassy --help`
-does not wait for torch, and `grassy.analysis` needs no import of its own.
+Names and submodules are imported at first use. So `import grassy` is fast, `grassy --help` does not wait for torch, and
+`grassy.analysis` needs no separate import.
 """
 
 import importlib
@@ -46,7 +46,7 @@ __all__ = [
     "save",
 ]
 
-#: Where each public name comes from.
+#: The submodule of each public name.
 _HOMES = {
     "AveragedModel": "optim",
     "GrassmannHead": "heads",
@@ -64,7 +64,7 @@ _HOMES = {
 }
 _SUBMODULES = {module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")}
 
-if not TYPE_CHECKING:  # a type checker would take it for a module that has every name
+if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:

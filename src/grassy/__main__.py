@@ -1,4 +1,4 @@
-"""`python -m grassy`, which is also what torchrun starts."""
+"""Entry point of `python -m grassy`, also under torchrun."""
 
 import os
 import sys
@@ -8,8 +8,8 @@ from grassy.cli import main
 if __name__ == "__main__":
     code = main()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # One process of several. The threads of gloo outlive their group once a model has been wrapped for it, and one
-        # that lets go of a tensor while the interpreter shuts down aborts it: a good run would end with SIGABRT.
+        # Under torchrun, threads of gloo outlive their process group. If one of them releases a tensor while the
+        # interpreter shuts down, a successful run would end with SIGABRT. So exit without the shutdown.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -1,16 +1,16 @@
-"""Packages that not everyone needs: a missing one is named together with the extra of grassy that brings it."""
+"""Optional packages: an error about a missing one names the extra of grassy that installs it."""
 
 from contextlib import ContextDecorator
 from types import TracebackType
 
-#: Where the name of a package differs from that of its module.
+#: Packages whose name differs from that of their module.
 PACKAGES = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml", "tensorflow_datasets": "tensorflow-datasets"}
-#: Packages that no extra brings: those of some readers of timm, and the libraries whose models grassy changes.
+#: Packages that no extra installs: those of some timm readers, and libraries whose models grassy modifies.
 APART = ("datasets", "huggingface-hub", "peft", "tensorflow", "tensorflow-datasets", "transformers", "webdataset")
 
 
 def sentence(what: str, module: str, extra: str) -> str:
-    """What to install for `what`, which stopped because there is no such module."""
+    """Return the message that tells what to install for `what`, which lacks a module."""
     name = module.split(".")[0]
     package = PACKAGES.get(name, name.replace("_", "-"))
     wanted = package if package in APART else f"'grassy[{extra}]'"
@@ -18,15 +18,16 @@ def sentence(what: str, module: str, extra: str) -> str:
 
 
 def is_missing(error: BaseException | None) -> bool:
-    """Whether a package is missing, and not a module of grassy, which would be a mistake of ours."""
+    """Whether the error is a missing package other than grassy itself, which would be a bug."""
     return isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] not in ("", "grassy")
 
 
 class needs(ContextDecorator):
-    """Of a function: if a package is missing in it, say which extra brings it.
+    """Decorator that names the extra to install if a package is missing in the decorated function.
 
-    >>> @needs("grassy.load", extra="train")
-    ... def load(path): ...
+    Examples:
+        >>> @needs("grassy.load", extra="train")
+        ... def load(path): ...
     """
 
     def __init__(self, what: str, extra: str) -> None:

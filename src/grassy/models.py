@@ -1,4 +1,4 @@
-"""timm models with a head of ours, and one model that timm lacks."""
+"""timm models with a grassy head, and one model that timm lacks."""
 
 import dataclasses
 import inspect
@@ -13,7 +13,7 @@ from grassy.spelling import nearest
 from grassy.surgery import find_classifiers, replace_head
 from grassy.torchvision_import import import_torchvision
 
-#: Arguments of timm's own functions that a user may give; the others fetch weights, read files or wrap the model.
+#: Arguments of timm's factory functions that a user may pass. The others load weights, read files or wrap the model.
 HARMLESS = {"pretrained", "scriptable", "exportable"}
 
 
@@ -25,18 +25,29 @@ def create_model(
     k_share: float = 1.0,
     head_on_meta: bool = False,
 ) -> nn.Module:
-    """A timm model with the head that `head` describes: {"name": ..., and its options}.
+    """Create a timm model with a head.
 
-    k_share: the most that k may be of the width of the features, in which a narrow model has a smaller k.
-    head_on_meta: the head has no memory yet, for `grassy.distributed.shard_head` to create it; nor has timm's
-        classifier, whose place it takes, ever had any for all the classes.
+    Args:
+        name: Name of a timm model, or "resnet18_cifar".
+        num_classes: Number of classes C.
+        head: Description of the head: its name under "name", and its options.
+        options: Options of the model.
+        k_share: Largest ratio of k to the feature dimension N. Narrow models get a smaller k.
+        head_on_meta: Create the head on the meta device, for `grassy.distributed.shard_head` to initialise. timm's own
+            classifier then has one class, so that no memory for all classes is ever allocated.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If timm does not have the model or one of its options, or the head is invalid.
     """
     timm = import_timm()
     check_name(name)
     check_options(name, options)
     try:
         model = timm.create_model(name, num_classes=1 if head_on_meta else num_classes, **options)
-    except Exception as error:  # for values that do not fit together constructors raise all sorts of things
+    except Exception as error:  # constructors raise all kinds of errors for incompatible values
         if (key := _unexpected(error)) in options:
             raise _no_option(name, str(key), options) from None
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -52,22 +63,22 @@ def create_model(
 
 
 def check_name(name: str) -> None:
-    """Raise a ValueError for a model that timm does not have."""
+    """Raise ValueError for a model that timm does not have."""
     timm = import_timm()
     if not timm.is_model(name):
         raise ValueError(f"timm has no model {name!r}{nearest(name, timm.list_models())}")
 
 
 def _widths(model: nn.Module) -> list[int]:
-    """Of the features in front of each classifier of a model."""
+    """Return the feature dimension N of each classifier of a model."""
     found = find_classifiers(model).values()
     return [layer.weight.shape[1] for layer in found]  # type: ignore[union-attr, index, misc]
 
 
 def check_options(name: str, options: dict[str, Any]) -> None:
-    """Raise a ValueError for an option that does not say what a model of timm is like, such as `checkpoint_path`.
+    """Raise ValueError for an option that is not part of a model's architecture, such as `checkpoint_path`.
 
-    The constructor refuses what it does not know. Some ignore it instead, Swin for one: there, it is refused here.
+    Most constructors reject unknown options. Some, such as Swin's, ignore them: for these the check is here.
     """
     plumbing = _plumbing()
     if wrong := next((key for key in options if key in plumbing), None):
@@ -79,7 +90,7 @@ def check_options(name: str, options: dict[str, Any]) -> None:
 
 
 def architecture_options(name: str) -> set[str]:
-    """Arguments of a model's constructor, of those of its blocks, and fields of its configuration, as far as found."""
+    """Return the arguments of all modules and the fields of all configs in the file that defines a model."""
     timm = import_timm()
     name = timm.models.get_deprecated_models().get(name.split(".")[0]) or name
     entry = timm.models.model_entrypoint("resnet18" if name == "resnet18_cifar" else name)
@@ -90,7 +101,7 @@ def architecture_options(name: str) -> set[str]:
 
 
 def _plumbing() -> set[str]:
-    """Arguments of the functions of timm that build a model, except the harmless ones."""
+    """Return the arguments of timm's factory functions, except the harmless ones."""
     timm = import_timm()
     functions = (timm.create_model, timm.models.build_model_with_cfg)
     named = {key for function in functions for key in inspect.signature(function).parameters}
@@ -99,17 +110,17 @@ def _plumbing() -> set[str]:
 
 
 def _ignores_unknown_options(name: str) -> bool:
-    """Whether timm builds the model in spite of an option that no model has."""
+    """Whether timm builds the model although it gets an option that no model has."""
     try:
         with torch.device("meta"):
             import_timm().create_model(name, an_option_that_no_model_has=1)
-    except Exception:  # mostly a TypeError that names the option; if not, building the model itself tells what is wrong
+    except Exception:  # usually a TypeError; other errors come up again when the model is built
         return False
     return True
 
 
 def _unexpected(error: Exception) -> str | None:
-    """The argument that a function does not have, if this is the error."""
+    """Return the name of the unexpected argument that caused the error, or None for other errors."""
     found = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
     return found and found[1]
 
@@ -120,7 +131,7 @@ def _no_option(name: str, key: str, options: dict[str, Any]) -> ValueError:
 
 
 def import_timm() -> Any:
-    """Import timm, beside a CPU build of torch too, with grassy's own models registered."""
+    """Import timm, also with a CPU build of torch, and register grassy's own models."""
     import_torchvision()
     import timm
 
@@ -130,10 +141,10 @@ def import_timm() -> Any:
 
 
 def resnet18_cifar(pretrained: bool = False, **options: Any) -> nn.Module:
-    """A ResNet-18 of timm for images of about 32 pixels: first a 3x3 convolution of stride 1, no pooling after it.
+    """Create timm's ResNet-18 for images of about 32 pixels: a first 3x3 convolution with stride 1 and no pooling.
 
-    Its blocks start with their last norm at 1, not at 0 as timm has it for ImageNet: under weight decay on norms a
-    block that starts at 0 can die there.
+    The last norm of each block starts at 1, not at 0 as in timm. With weight decay on norms, a block that starts at 0
+    may stay there.
     """
     import timm
 

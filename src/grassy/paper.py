@@ -1,4 +1,4 @@
-"""The figures of the paper's tables, as it prints them, to compare runs with: `paper.json`, row by row."""
+"""The results in the paper's tables, as printed, for comparison with runs (`paper.json`)."""
 
 import copy
 import functools
@@ -10,15 +10,24 @@ from grassy.spelling import nearest
 
 
 def rows() -> list[str]:
-    """Keys of all rows; a row that a recipe reproduces has the recipe's name."""
+    """Return the keys of all rows. A row that a recipe reproduces has the name of the recipe."""
     return list(_contents()["rows"])
 
 
 def figures(key: str) -> dict[str, Any]:
-    """What the paper says about one row, in percent, degrees or ms.
+    """Return the paper's figures for one row, in percent, degrees or ms.
 
-    "from" names the tables and what each of them gives. "corrections", where there are any, give the right value of a
-    figure that the paper has wrong, and who says so; the figure itself stays as printed.
+    The key "from" names the source tables and what each gives. The key "corrections", if present, gives the right value
+    of a misprinted figure and its source. The figure itself stays as printed.
+
+    Args:
+        key: A key of `rows()`.
+
+    Returns:
+        A dict of figures by name.
+
+    Raises:
+        ValueError: If the paper has no such row.
     """
     row = _contents()["rows"].get(key)
     if row is None:

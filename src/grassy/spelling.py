@@ -1,4 +1,4 @@
-"""Names: what a user may have meant by one that is not known, and the order in which people expect them."""
+"""Suggestions for misspelt names, and a natural sort order."""
 
 import difflib
 import re
@@ -6,15 +6,15 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, known: Iterable[str], count: int = 1) -> str:
-    """A phrase to append, such as: , did you mean 'x'? It is empty if no known name is close."""
+    """Return a phrase to append, such as ", did you mean 'x'?", or the empty string if no known name is close."""
     names = {each.lower(): each for each in known}
     close = [names[each] for each in difflib.get_close_matches(str(name).lower(), names, n=count)]
     return f", did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def natural_key(name: str) -> list[str | int]:
-    """A key that sorts class 2 before class 10, and capitals with their small letters.
+    """Return a key that sorts "class 2" before "class 10" and ignores case.
 
-    The order is that of timm, whose readers number classes by it.
+    timm numbers the classes of a dataset in this order.
     """
     return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d+)", name.lower()))]

@@ -1,7 +1,7 @@
-"""Which parameters of a model live on the Grassmannian.
+"""Find the parameters of a model that are subspaces.
 
-A module says so itself, by a class attribute `subspace_names` with the names of its own parameters. Neither an
-attribute of the Parameter nor a tensor subclass would survive `deepcopy`, an EMA or FSDP.
+A module declares them in a class attribute `subspace_names`. Neither an attribute of the Parameter nor a tensor
+subclass would survive `deepcopy`, an EMA or FSDP.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def named_subspaces(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The name and the Parameter (C, K, N) of each weight of subspaces in the model; a shared one comes once."""
+    """Yield the name and the Parameter (C, K, N) of each weight of subspaces in the model, shared ones once."""
     seen = set()
     for prefix, module in model.named_modules():
         for name in getattr(module, "subspace_names", ()):

@@ -1,8 +1,8 @@
-"""Make `import torchvision`, and so `import timm`, work beside a CPU build of torch.
+"""Make `import torchvision`, and so `import timm`, work with a CPU build of torch.
 
-PyPI's torchvision is built for CUDA. Beside a CPU build of torch its compiled operators do not load, and the import
-stops at "operator torchvision::nms does not exist", though transforms, models and data sets need none of them.
-Declaring the two operators that the import itself refers to is enough.
+PyPI's torchvision is built for CUDA. With a CPU build of torch its compiled operators do not load, and the import fails
+with "operator torchvision::nms does not exist". Transforms, models and datasets do not need these operators. Declaring
+the two that the import refers to is enough.
 """
 
 import importlib
@@ -10,11 +10,11 @@ import sys
 
 import torch
 
-_declared: list[torch.library.Library] = []  # a library's declarations live as long as it does
+_declared: list[torch.library.Library] = []  # keeps the declarations alive
 
 
 def import_torchvision() -> None:
-    """Import torchvision; act only on that very error."""
+    """Import torchvision, and repair only this one error."""
     try:
         importlib.import_module("torchvision")
     except RuntimeError as error:

@@ -1,9 +1,9 @@
 // The step of Algorithm 1 for float32 on a CPU: `_step` of reference.py, one class after the other. step.py compiles it.
 //
-// A class is a K x N block of rows that fits into the cache of a core, so everything about it is done while it is
-// there, by one thread: weight, gradient and momentum are read from memory once, and weight and momentum written once.
-// Meanwhile the next class is fetched, so that memory is hardly waited for and arithmetic bounds the time. Batched BLAS
-// calls make a pass over all classes for each product and, for matrices this small, run at half of the speed.
+// A class, K x N, fits into the cache of a core, so one thread does the whole step while it is there. Weight, gradient and
+// momentum are read from memory once, and weight and momentum are written once. Meanwhile the next class is prefetched, so
+// that the step is compute-bound. Batched BLAS calls would make a pass over all classes for each matmul and, for matrices
+// this small, run at half the speed.
 
 #include <omp.h>
 
@@ -12,12 +12,12 @@
 #include <utility>
 
 #if defined(__AVX512F__)
-constexpr int BYTES = 64, ROWS = 4;  // sums are kept in tiles of ROWS x 4, which leave registers for their operands
+constexpr int BYTES = 64, ROWS = 4;  // sums in tiles of ROWS x 4 leave registers for their operands
 #else
 constexpr int BYTES = 32, ROWS = 2;
 #endif
 constexpr long LANES = BYTES / sizeof(float);
-constexpr long GROUP = 4;           // so many vectors of a row are transformed together
+constexpr long GROUP = 4;           // vectors of a row that are transformed together
 constexpr float LARGEST_TURN = 64;  // 2**MAX_DOUBLINGS of reference.py
 
 typedef float Vector __attribute__((vector_size(BYTES), aligned(sizeof(float))));
@@ -26,7 +26,7 @@ typedef float Four __attribute__((vector_size(16), aligned(sizeof(float))));
 static inline Vector& vector(float* p) { return *reinterpret_cast<Vector*>(p); }
 static inline const Vector& vector(const float* p) { return *reinterpret_cast<const Vector*>(p); }
 
-// The vector from column x of a row of n floats; what lies beyond the end is read as zero and not written.
+// The vector at column x of a row of n floats. Elements beyond the end read as zero and are not written.
 static inline Vector load(const float* row, long x, long n) {
   if (x + LANES <= n) return vector(row + x);
   Vector v = {};
@@ -38,8 +38,7 @@ static inline void store(float* row, long x, long n, Vector v) {
   for (long lane = 0; x + LANES > n && x + lane < n; lane++) row[x + lane] = v[lane];
 }
 
-// The same value, but the compiler cannot read it again from the cache for every product, as it likes to do: the tiles
-// would then wait for their operands.
+// Returns v. It keeps the compiler from reloading v from the cache for every product, which would stall the tiles.
 static inline Vector in_register(Vector v) {
 #if defined(__AVX__)
   asm("" : "+v"(v));
@@ -54,7 +53,7 @@ static inline float sum_of_lanes(const Vector& v) {
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// What the next class will need of the memory. It is asked for bit by bit, since only a few requests can be under way.
+// Prefetches the next class in small parts, since only a few requests can be in flight.
 struct Ahead {
   const float* arrays[3];
   long done, size;
@@ -65,8 +64,8 @@ struct Ahead {
   }
 };
 
-// out[r][c] = a_r . b_c for R rows from a and C rows from b; consecutive vectors of a row are `step` vectors apart.
-// LANES sums at once keep rounding small.
+// out[r][c] = a_r . b_c for R rows from a and C rows from b. Consecutive vectors of a row are `step` vectors apart.
+// LANES separate sums keep rounding small.
 template <int R, int C>
 static void dots(const Vector* a, const Vector* b, long step, long columns, float (&out)[R][C], Ahead& ahead) {
   Vector sums[R][C] = {};
@@ -90,17 +89,17 @@ struct Options {
 
 enum Outcome { MOVED, CAPPED, SKIPPED };
 
-// Does the steps of classes, one at a time. R x C is the size of a tile.
+// Makes the steps of classes, one at a time. R x C is the size of a tile.
 template <int R, int C>
 class Worker {
   const Options o;
-  long k, columns, stride;  // rows, vectors in a row, floats in a row of a k x k matrix, all with padding
+  long k, columns, stride;  // rows, vectors per row, floats per row of a k x k matrix, all padded
   // z holds W and B, later H, by columns: the 2k vectors of the first LANES columns, W before B, then of the next ones.
-  // Padding is zero, so that no loop has a remainder; a row of padding is an absent direction like any other.
+  // Padding is zero, so that no loop has a remainder. A padding row is an absent direction like any other.
   Vector *z, *moved, *transported;
   float *ww, *bw, *wb, *bb;   // W Wᵀ, B Wᵀ, W Bᵀ, B Bᵀ
   float *c, *p, *q, *r, *s;   // H = B + c W, W' = p W + q H, M' = H or r W + s H
-  float *a, *x, *xx, *t, *u;  // H Hᵀ; x and x² of cosm1_sinc; for the moment
+  float *a, *x, *xx, *t, *u;  // H Hᵀ; x and x² of cosm1_sinc; scratch
   Ahead ahead;
 
  public:
@@ -127,15 +126,15 @@ class Worker {
     pack(w, d, m);
     gram_matrices();
 
-    // The Gram matrix A of H follows from those of W and B, but for a rounding of the size of that in B Bᵀ. It does not
-    // show in lr² A while lr‖B‖ <= 1. Else, or if rows of B are to be dropped, H takes the place of B first.
-    // H is then projected once more below, and twice is enough. If that takes most of it away, it was but rounding, of a
-    // gradient inside the subspace or with k = n, and the class does not move.
+    // The Gram matrix A of H follows from those of W and B, up to rounding of the size of that in B Bᵀ. It does not matter
+    // in lr² A while lr‖B‖ <= 1. Otherwise, or if rows of B must be dropped, H replaces B first and is projected a second
+    // time below, which suffices. If that removes most of H, then H was rounding only, from a gradient inside the subspace
+    // or from k = n, and the class does not move.
     bool absent = false;
     for (long i = 0; i < k; i++) absent |= !(ww[i * stride + i] > 0) && bb[i * stride + i] != 0;
     if (absent || !(o.lr * o.lr * trace(bb) <= 1)) {
       for (long i = 0; i < k; i++) {
-        const float present = ww[i * stride + i] > 0;  // a factor, so that a NaN stays one and shows in the energy
+        const float present = ww[i * stride + i] > 0;  // as a factor, so that a NaN remains and makes the energy NaN
         for (long j = 0; j < k; j++) c[i * stride + j] *= present;
         for (long y = 0; y < columns; y++) z[(2 * y + 1) * k + i] *= present;
       }
@@ -151,7 +150,7 @@ class Worker {
     product(a, c, wb), add(a, 1, a, 1, bb);  // H Hᵀ = (B + c W) Bᵀ, since H Wᵀ = 0
     const float energy = trace(a);  // ‖H‖²
     if (!std::isfinite(energy) || !std::isfinite(o.lr)) {
-      std::fill_n(z, columns * 2 * k, Vector{});  // for the padding, which other classes rely on
+      std::fill_n(z, columns * 2 * k, Vector{});  // other classes rely on zero padding
       return SKIPPED;
     }
 
@@ -163,21 +162,21 @@ class Worker {
     add(p, 1, p, 0, p, 1), add(q, -tau, q, 0, q);
     bool parallel = o.parallel;
     if (parallel) product(r, a, q), add(r, -1, r, 0, r), add(s, 1, p, 0, p);
-    if (energy != 0) {  // a class that does not move is left alone, to the bit
+    if (energy != 0) {  // a class that does not move stays bit-identical
       product(t, p, ww), product(u, t, p);
       product(t, q, a), product(x, t, q);
       add(u, -0.5f, u, -0.5f, x, 1.5f);  // one Newton–Schulz iteration, from the Gram matrix of p W + q H
       product(t, u, p), std::swap(t, p);
       product(t, u, q), std::swap(t, q);
     }
-    if (o.lr * o.lr * energy > 1) {  // rounding in A is felt: another iteration, from the result itself
+    if (o.lr * o.lr * energy > 1) {  // rounding in A matters: another iteration, from the result itself
       transform_in_place(parallel);
       gram_matrices();
       add(p, -0.5f, ww, 0, ww, 1.5f), set(q, 0), set(c, 0);
       parallel = false;
     }
     for (long y = 0; y < columns; y += GROUP) {
-      const bool direct = k == o.k && (y + GROUP) * LANES <= o.n;  // there is no padding in the way
+      const bool direct = k == o.k && (y + GROUP) * LANES <= o.n;  // no padding
       const Vector* with_momentum = transform(y, parallel, direct ? w : nullptr);
       if (!direct) write(w, moved, y);
       if (m) write(m, with_momentum + k, y);
@@ -197,8 +196,8 @@ class Worker {
       }
   }
 
-  // ww, wb, bw and bb, the four quarters of z zᵀ, from its tiles on and above the diagonal; and from them c, so that
-  // H = B − (B Wᵀ)(2I − W Wᵀ) W.
+  // Computes ww, wb, bw and bb, the four quarters of z zᵀ, from its tiles on and above the diagonal, and then c, so that
+  // H = B + c W = B − (B Wᵀ)(2I − W Wᵀ) W.
   void gram_matrices() {
     float* const quarters[2][2] = {{ww, wb}, {bw, bb}};
     auto entry = [&](long i, long j) -> float& {
@@ -214,8 +213,8 @@ class Worker {
     product(c, bw, ww), add(c, 1, c, -2, bw);
   }
 
-  // start + f w + g h for GROUP vectors of all rows; start, or both g and h, may be null. In `out` the next vector of a
-  // row is `across` floats away, and the next row `down`.
+  // Writes start + f w + g h for GROUP vectors of all rows. start, or both g and h, may be null. In `out` the next vector
+  // of a row is `across` floats away, and the next row `down`.
   void combine(float* out, long across, long down, const Vector* start, const float* f, const Vector* w, const float* g,
                const Vector* h) const {
     for (long i = 0; i < k; i += R) {
@@ -233,8 +232,8 @@ class Worker {
     }
   }
 
-  // GROUP vectors from y of W', H and, if parallel, M'. They go to `moved`, W' before H, and to `transported`, M' where
-  // H would be; but W' goes to the rows `direct`, if given, which saves a copy. Returns the one that holds M'.
+  // Computes GROUP vectors from y of W', H and, if parallel, M'. `moved` gets W' before H, and `transported` gets M' in the
+  // place of H. If `direct` is given, W' goes there, which saves a copy. Returns the buffer that holds M'.
   const Vector* transform(long y, bool parallel, float* direct = nullptr) {
     const Vector *w = z + y * 2 * k, *h = moved + k;
     const long across = 2 * k * LANES;
@@ -258,7 +257,7 @@ class Worker {
       for (long v = 0; v < GROUP; v++) store(out, (y + v) * LANES, o.n, rows[v * 2 * k + i]);
   }
 
-  // cos√x − I and sin√x/√x as `cosm1_sinc` of geometry.py has them; spoils x.
+  // cos√x − I and sin√x/√x, as `cosm1_sinc` of geometry.py. Overwrites x.
   void cosm1_sinc(float* cosm1, float* sinc) {
     int doublings = 0;
     float scale = 1;
@@ -281,7 +280,7 @@ class Worker {
     for (int j = 2; j >= 0; j -= 2) product(t, xx, out), add(out, 1, t, of.f[j + 1], x, of.f[j]);
   }
 
-  // k x k matrices: out = f g, where out is neither
+  // k x k matrices: out = f g, where out is neither f nor g
   void product(float* out, const float* f, const float* g) const {
     for (long i = 0; i < k; i++)
       for (long y = 0; y < stride; y += LANES) {
@@ -317,7 +316,7 @@ static void run(float* w, const float* d, float* m, long classes, const Options&
   {
     const long size = Worker<R, C>(o, nullptr).size, block = o.k * o.n;
     Worker<R, C> worker(o, scratch + omp_get_thread_num() * size);
-#pragma omp for schedule(dynamic, 4)  // not static: another process may take a part of one core
+#pragma omp for schedule(dynamic, 4)  // not static: another process may use part of a core
     for (long i = 0; i < classes; i++) {
       const Outcome outcome = worker.step(w + i * block, d + i * block, m ? m + i * block : nullptr);
       skipped += outcome == SKIPPED;
@@ -330,13 +329,13 @@ static void run(float* w, const float* d, float* m, long classes, const Options&
 
 extern "C" {
 
-// How many floats of scratch a thread needs.
+// Floats of scratch per thread.
 long scratch_size(long k, long n) {
   const Options o = {k, n, 0, 0, 0, false};
   return k == 1 ? Worker<1, 1>(o, nullptr).size : Worker<ROWS, 4>(o, nullptr).size;
 }
 
-// One step of all classes in place; m may be null. Adds to counts the classes that are skipped and capped.
+// Makes one step of all classes in place. m may be null. Adds the numbers of skipped and capped classes to counts.
 void step(float* w, const float* d, float* m, long classes, long k, long n, float lr, float momentum, int maximize,
           int parallel, float* scratch, long* counts, int threads) {
   const Options o = {k, n, lr, momentum, maximize ? -1.0f : 1.0f, parallel != 0};

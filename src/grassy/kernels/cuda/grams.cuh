@@ -1,7 +1,7 @@
-// The Gram matrices of a class from those of all warps: their sum over a thread block, and over the blocks of a cluster.
+// Sums the Gram matrices of all warps over a thread block, and over the blocks of a cluster.
 
-// The tiles of all warps of a team, added up in `buffers` as [buffer][tile][lane][4]. With 32 rows that is done for every
-// 32 columns of a warp.
+// Sums the tiles of all warps of a team in `buffers`, as [buffer][tile][lane][4]. With 32 rows it does so for every 32
+// columns of a warp.
 __device__ void all_tiles(const Columns& columns, float* buffers) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, team = warp / TEAM, member = warp % TEAM;
     const int width = ROWS == 32 ? 32 * TEAM : columns.slice;
@@ -10,7 +10,7 @@ __device__ void all_tiles(const Columns& columns, float* buffers) {
         float total[SHARE][4] = {};
         if (TEAMS == 1 || team == 0) gram<0>(columns, begin, end, total);
         else gram<TEAMS - 1>(columns, begin, end, total);
-        // Always in the same order, for the same sum in every run.
+        // In a fixed order, so that every run gives the same sum.
         for (int turn = 0; turn < TEAM / BUFFERS; turn++) {
             if (turn == member / BUFFERS) {
                 float4* sums = (float4*)buffers + (member % BUFFERS * TILES + team * SHARE) * 32 + lane;
@@ -26,14 +26,14 @@ __device__ void all_tiles(const Columns& columns, float* buffers) {
     }
 }
 
-// Whether blocks still read each other's sums when a thread has its own: all wait for that later.
+// Whether other blocks may still read the sums of this one after a thread has its own. All wait for that later.
 constexpr bool READ_LATE = CLUSTER > 1 && ROWS < 32;
 
-// Threads that finish the sums of all warps: with 8 rows the warp that goes on with them, so that no other is waited for.
+// Threads that finish the sums. With 8 rows it is the warp that uses them, which needs no barrier.
 constexpr int ADDING = ROWS == 8 ? 32 : THREADS;
 
-// The sum over the blocks of a cluster of what they have in `mine`, TILES * 32 times four numbers, for every thread that
-// adds, those that it takes: x[j] is number threadIdx.x + j ADDING.
+// Sums `mine`, TILES * 32 float4, over the blocks of a cluster. Each adding thread gets its part: x[j] is element
+// threadIdx.x + j ADDING.
 template <int EACH>
 __device__ void over_cluster(float4* mine, u32 rank, float4 (&x)[EACH]) {
 #if CLUSTER > 1
@@ -41,7 +41,7 @@ __device__ void over_cluster(float4* mine, u32 rank, float4 (&x)[EACH]) {
     arrive_at_cluster();
     wait_for_cluster();
     if (ROWS == 32) {
-        // These are a lot to send around: a block adds up a part, and sends the sums to all.
+        // Too much for all-to-all reads: each block sums one part and sends it to all.
         float4* sums = mine + ALL;
         for (int i = rank * PART + threadIdx.x; i < (rank + 1) * PART; i += THREADS) {
             float4 sum = of_block(mine + i, 0);
@@ -67,11 +67,11 @@ __device__ void over_cluster(float4* mine, u32 rank, float4 (&x)[EACH]) {
 #endif
 }
 
-// Whether what a block sends around is where T, A and S will be, so that three such blocks fit on a multiprocessor.
+// Whether the exchanged sums share memory with T, A and S, so that three such blocks fit on a multiprocessor.
 constexpr bool SENT_FROM_MATRICES = ROWS == 16;
 static_assert(!SENT_FROM_MATRICES || TILES * 128 <= 3 * MATRIX, "T, A and S are too small");
 
-// G, O, O' and N of the whole class, or of both of a pair, the first of which has `k` rows.
+// Computes G, O, O' and N of a whole class, or of a pair whose first class has `k` rows.
 __device__ void all_grams(const Columns& columns, int k, float* buffers, float4* mine, u32 rank, float* G, float* O,
                           float* Ot, float* N) {
     all_tiles(columns, buffers);
@@ -102,5 +102,5 @@ __device__ void all_grams(const Columns& columns, int k, float* buffers, float4*
     }
     __syncthreads();
 #endif
-    if (READ_LATE) arrive_at_cluster();  // now that what was read has been used, and so is here
+    if (READ_LATE) arrive_at_cluster();  // the reads have completed, since their values were used
 }

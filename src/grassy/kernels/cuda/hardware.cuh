@@ -1,5 +1,5 @@
-// What the step asks of a GPU that C++ has no words for: tensor cores, clusters of thread blocks, barriers. The tests put
-// a stand-in in its place that runs on a CPU.
+// Inline assembly for what C++ cannot express: tensor cores, clusters of thread blocks, barriers. The tests replace this
+// file by an emulation on a CPU.
 
 typedef unsigned int u32;
 
@@ -7,33 +7,33 @@ extern __shared__ float4 shared4[];
 
 __device__ void bring_to_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// An address in shared memory, which is not found out again wherever it is used.
+// An address in shared memory. The asm keeps the compiler from recomputing it at every use.
 __device__ u32 shared_address(const void* p) {
     u32 address = (u32)__cvta_generic_to_shared(p);
     asm volatile("" : "+r"(address));
     return address;
 }
 
-// Four numbers from memory to shared memory, if `really`, without a register that waits for them.
+// Copies four floats from global to shared memory asynchronously, if `really`.
 __device__ void copy_to_shared(bool really, u32 to, const float* from) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p cp.async.cg.shared.global [%1], [%2], 16; }"
                  ::"r"((u32)really), "r"(to), "l"(from) : "memory");
 }
 __device__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// In one store: the compiler does not always see that these four belong together.
+// One vector store: the compiler does not always combine the four.
 __device__ void put_to_shared(u32 to, float4 v) {
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
-// Of the clock of this multiprocessor.
+// The clock of this multiprocessor.
 __device__ unsigned long long cycles() {
     unsigned long long time;
     asm volatile("mov.u64 %0, %%clock64;" : "=l"(time)::"memory");
     return time;
 }
 
-// A barrier for the first threads of a block.
+// A barrier for the first THREADS_THAT_MEET threads of a block.
 template <int THREADS_THAT_MEET>
 __device__ void wait_for_first() {
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS_THAT_MEET) : "memory");
@@ -58,9 +58,8 @@ __device__ u32 rank_in_cluster() {
     return rank;
 }
 
-// What threads of the cluster wrote to shared memory of their own block before arriving, all may read after waiting.
-// Nothing is promised about other memory: for that a thread would wait, for a microsecond, until all that it has ever
-// stored has arrived.
+// After waiting, all threads of the cluster can read what each wrote to the shared memory of its own block before
+// arriving. Other memory is not covered: a full release would wait a microsecond for all earlier stores of the thread.
 __device__ void arrive_at_cluster() {
 #if CLUSTER > 1 && __CUDACC_VER_MAJOR__ >= 13
     asm volatile("fence.release.sync_restrict::shared::cta.cluster;\n barrier.cluster.arrive.relaxed.aligned;"
@@ -70,7 +69,7 @@ __device__ void arrive_at_cluster() {
 #endif
 }
 
-// The same for what was written anywhere, also into other blocks, which therefore are still there to receive it.
+// The same for all memory, including stores to other blocks, which must not have exited yet.
 __device__ void arrive_at_cluster_with_all() {
 #if CLUSTER > 1
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");

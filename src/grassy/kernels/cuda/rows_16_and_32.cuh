@@ -1,10 +1,9 @@
-// What a warp does with its columns if there are 16 or 32 rows: Gram matrices, and the new rows. Fewer have
-// rows_up_to_8.cuh.
+// How a warp processes its columns with 16 or 32 rows: Gram matrices and new rows. For fewer rows see rows_up_to_8.cuh.
 
 // ---- Gram matrices ----
 
-// Tiles of 16 x 8 of [W; B] [W; B]', m counting rows of tiles and c columns. W B' is not needed; with 32 rows, neither
-// is what lies below the diagonal of W W' and B B'. The first half of the tiles needs fewer rows than the second.
+// The 16 x 8 tiles of [W; B] [W; B]': m is the row of a tile, c its column. W B' is not needed, nor, with 32 rows, what
+// is below the diagonal of W W' and B B'. The first half of the tiles needs fewer rows than the second.
 struct Tile { int m, c; };
 
 __device__ constexpr Tile tile_of(int number) {
@@ -28,8 +27,8 @@ __device__ void add_products(bool fresh, float (*sums)[4], const Split* first, c
     }
 }
 
-// The tiles from TEAM_NUMBER * SHARE on, of the columns from `begin` to `end` that this warp takes; operands and columns
-// are as in rows_up_to_8.cuh.
+// Sums the tiles from TEAM_NUMBER * SHARE on over this warp's columns from `begin` to `end`. Operands and columns are as
+// in rows_up_to_8.cuh.
 template <int TEAM_NUMBER>
 __device__ void gram(const Columns& columns, int begin, int end, float (*total)[4]) {
     constexpr int FROM = TEAM_NUMBER * SHARE, TO = FROM + SHARE;
@@ -48,7 +47,7 @@ __device__ void gram(const Columns& columns, int begin, int end, float (*total)[
                 const float2 v = *(const float2*)(rows[i] + step);
                 first[i] = split(v.x), second[i] = split(v.y);
             }
-            // With 32 rows there are not enough registers for sums of sums: see all_tiles.
+            // With 32 rows there are not enough registers for partial sums: see all_tiles.
             float(*sums)[4] = ROWS == 32 ? total : part;
             add_products<0, FROM, TO>(ROWS < 32 && step == 0, sums, first, second);
             add_products<1, FROM, TO>(false, sums, first, second);
@@ -63,7 +62,7 @@ __device__ void gram(const Columns& columns, int begin, int end, float (*total)[
     }
 }
 
-// Number `i` of all sums, four entries of G, O, O' or N, to where they belong.
+// Stores element `i` of all sums, four entries of G, O, O' or N, in these matrices.
 __device__ void spread(int i, float4 sum, float* G, float* O, float* Ot, float* N) {
     const int lane = i % 32;
     const Tile tile = tile_of(i / 32);
@@ -83,8 +82,8 @@ __device__ void spread(int i, float4 sum, float* G, float* O, float* Ot, float* 
 
 // ---- new rows ----
 
-// To sum[j], of 16 rows, f times eight rows and four columns, of which each lane has first[j] and second[j]. Neighbours
-// are of different j, so that none waits for the one before.
+// Adds f times eight rows, of which each lane has first[j] and second[j], to the 16 rows of sum[j]. Consecutive
+// instructions have different j, so that none depends on the one before.
 __device__ void add_rows(bool fresh, float (*sum)[4], const Split* f, const Split* first, const Split* second) {
 #pragma unroll
     for (int j = 0; j < 4; j++) mma_part<0>(fresh, sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
@@ -94,13 +93,13 @@ __device__ void add_rows(bool fresh, float (*sum)[4], const Split* f, const Spli
     for (int j = 0; j < 4; j++) mma_part<2>(false, sum[j], f[0], f[1], f[2], f[3], first[j], second[j]);
 }
 
-// How many of the GROUPS tiles of 16 rows of [W'; M'] a warp makes of its columns. If that is all of them, columns are
-// split once; 32 rows have too many factors for the registers of one warp.
+// How many of the GROUPS tiles of 16 rows of [W'; M'] a warp computes from its columns. If it computes all of them,
+// columns are split once. With 32 rows there are too many factors for the registers of one warp.
 constexpr int MADE = ROWS == 32 ? 1 : GROUPS;
 
-// [W'; M'] = [W; B] + [SS SB; MS MB] [W; B], to memory.
+// Writes [W'; M'] = [W; B] + [SS SB; MS MB] [W; B] to global memory.
 //
-// MB is 0, but for marks of absent rows, if momentum is not transported in parallel.
+// Without parallel transport, MB is 0 except for the marks of absent rows.
 __device__ void move(const Columns& columns, const float* SS, const float* SB, const float* MS, const float* MB,
                      float* new_w, Momentum* new_m, int n, int start, bool vectors, bool parallel) {
     constexpr int STEPS = 2 * ROWS / 8, SHARING = GROUPS / MADE;
@@ -119,7 +118,7 @@ __device__ void move(const Columns& columns, const float* SS, const float* SB, c
                 factor[made][step][i] = split(part[at(row % ROWS, column % ROWS)]);
             }
     for (int column = 32 * (warp / SHARING); column < columns.slice; column += 32 * (WARPS / SHARING)) {
-        // Such that what a lane gets are twice four neighbours, 4 t and 16 + 4 t, and a row's lanes fill sectors.
+        // A lane gets four neighbours from 4 t and from 16 + 4 t, so that the lanes of a row fill memory sectors.
         const int from = (g & 1) * 16 + (g & 6) * 2;
         float sum[MADE][4][4];
 #pragma unroll
@@ -139,14 +138,14 @@ __device__ void move(const Columns& columns, const float* SS, const float* SB, c
 #pragma unroll
         for (int made = 0; made < MADE; made++)
 #pragma unroll
-            for (int part = 0; part < 4; part++) {  // of the two rows the first four columns, and the next four
+            for (int part = 0; part < 4; part++) {  // two rows, two groups of four columns
                 const int row = 16 * (first_tile + made) + g + (part & 2) * 4, r = row % ROWS;
                 const int offset = 4 * t + (part & 1) * 16;
                 const bool is_w = row < ROWS;
                 float4 v = *(const float4*)(columns.row(is_w, r, column) + offset);
                 v.x += sum[made][0][part], v.y += sum[made][1][part], v.z += sum[made][2][part],
                     v.w += sum[made][3][part];
-                if (!is_w && MB[at(r, r)] == 1) v = make_float4(0, 0, 0, 0);  // absent, and to stay so exactly
+                if (!is_w && MB[at(r, r)] == 1) v = make_float4(0, 0, 0, 0);  // absent rows stay exactly 0
                 const int at_column = start + column + offset, inside = r < columns.k ? min(n - at_column, 4) : 0;
                 const long long at = (long long)r * n + at_column;
                 if (is_w && new_w) put_four(new_w + at, v, inside, vectors);

@@ -1,21 +1,20 @@
-// What a warp does with its columns if there are 8 rows or fewer: Gram matrices, and the new rows. More rows have
+// How a warp processes its columns with at most 8 rows: Gram matrices and new rows. For more rows see
 // rows_16_and_32.cuh.
 
 // ---- Gram matrices ----
 
-// Two tiles of Z, of the columns from `begin` to `end` that this warp takes: Z + Z' is [W; B] [W; B]'. Half of high high'
-// and all of high low' are in it, so that two products do for three.
+// Sums two tiles of Z over this warp's columns from `begin` to `end`, where Z + Z' = [W; B] [W; B]'. Z contains half of
+// high high' and all of high low', so that two products replace three.
 //
-// The operands of m16n8k8 are such that a lane that holds 2 columns of row `lane/4` has what it needs on both sides.
-// Which columns those are does not matter, as long as they are the same for all rows: they are those that no two lanes
-// find in the same bank.
+// In the layout of m16n8k8, a lane that holds 2 columns of row `lane/4` has its part of both operands. Any columns work
+// if they are the same for all rows. These are chosen to avoid bank conflicts.
 template <int>
 __device__ void gram(const Columns& columns, int begin, int end, float (*total)[4]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int first = begin + 32 * warp, ahead = g < columns.k ? 32 * WARPS : 0;
     const float* w = columns.row(true, g, first) + 16 * (t & 1) + (t & 2);
     const float* b = columns.row(false, g, first) + 16 * (t & 1) + (t & 2);
-    float crossed[2][4] = {};  // high low', so small that tensor cores may add up all of it
+    float crossed[2][4] = {};  // high low', so small that truncated sums in tensor cores are harmless
     for (int column = first; column < end; column += 32 * WARPS, w += ahead, b += ahead) {
         float part[2][4];
 #pragma unroll
@@ -35,15 +34,15 @@ __device__ void gram(const Columns& columns, int begin, int end, float (*total)[
         total[0][i] = fmaf(0.5f, total[0][i], crossed[0][i]), total[1][i] = fmaf(0.5f, total[1][i], crossed[1][i]);
 }
 
-// G, O, O' and N from two tiles of Z, by one warp: G and N are sums of a part of Z and its transpose, O of one part and the
-// transpose of another. Of a pair the first class has `k` rows.
+// One warp computes G, O, O' and N from two tiles of Z. G and N are sums of a part of Z and its transpose, O of one part
+// and the transpose of another. The first class of a pair has `k` rows.
 __device__ void symmetric(const float4* z, int k, float* G, float* O, float* Ot, float* N) {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
     auto set = [&](float* part, float x, float y) { *(float2*)(part + at(row, column)) = {x, y}; };
     __syncwarp();
     set(G, z[0].x, z[0].y), set(O, z[0].z, z[0].w), set(Ot, z[1].x, z[1].y), set(N, z[1].z, z[1].w);
     __syncwarp();
-    // Two classes have nothing to do with each other.
+    // Entries between the two classes of a pair are 0.
     const bool same[2] = {!PAIRS || (row < k) == (column < k), !PAIRS || (row < k) == (column + 1 < k)};
     auto sum = [&](float x, const float* part, int i) { return same[i] ? x + part[at(column + i, row)] : 0; };
     const float g[2] = {sum(z[0].x, G, 0), sum(z[0].y, G, 1)}, o[2] = {sum(z[0].z, Ot, 0), sum(z[0].w, Ot, 1)};
@@ -55,7 +54,7 @@ __device__ void symmetric(const float4* z, int k, float* G, float* O, float* Ot,
 
 // ---- new rows ----
 
-// To sums[j], of 16 columns, f times eight rows of them: the first and third of four, or the second and fourth.
+// Adds f times eight rows of 16 columns to sums[j]: columns 0 and 2 of each four for j = 0, 1 and 3 for j = 1.
 __device__ void add_columns(bool fresh, float (*sums)[4], const float4* rows, const Split* f) {
     const Split x[2][4] = {{split(rows[0].x), split(rows[0].z), split(rows[1].x), split(rows[1].z)},
                            {split(rows[0].y), split(rows[0].w), split(rows[1].y), split(rows[1].w)}};
@@ -67,22 +66,22 @@ __device__ void add_columns(bool fresh, float (*sums)[4], const float4* rows, co
     for (int j = 0; j < 2; j++) mma_part<2>(false, sums[j], x[j][0], x[j][1], x[j][2], x[j][3], f[0], f[1]);
 }
 
-// [W'; M'] = [W; B] + [SS SB; MS MB] [W; B], to memory.
+// Writes [W'; M'] = [W; B] + [SS SB; MS MB] [W; B] to global memory.
 //
-// MB is 0, but for marks of absent rows, if momentum is not transported in parallel.
+// Without parallel transport, MB is 0 except for the marks of absent rows.
 //
-// Columns are the rows of what tensor cores multiply from the left: a lane holds four neighbouring columns of rows t and
-// t + 4 of W and B, and gets the same four of the same rows of W' and M'.
+// Columns form the rows of the left operand of the tensor cores. A lane holds four neighbouring columns of rows t and
+// t + 4 of W and B, and gets the same columns of the same rows of W' and M'.
 __device__ void move(const Columns& columns, const float* SS, const float* SB, const float* MS, const float* MB,
                      float* new_w, Momentum* new_m, int n, int start, bool vectors, bool parallel) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const int made = g / 2 + g % 2 * 4;  // the row that column g of a factor makes: lanes get two, t and t + 4
+    const int made = g / 2 + g % 2 * 4;  // output row of column g of a factor; a lane gets rows t and t + 4
     auto factor = [&](const float* f, int row) { return split(f[at(made, row)]); };
     const Split ss[2] = {factor(SS, t), factor(SS, t + 4)}, sb[2] = {factor(SB, t), factor(SB, t + 4)};
     const Split ms[2] = {factor(MS, t), factor(MS, t + 4)}, mb[2] = {factor(MB, t), factor(MB, t + 4)};
     const bool here[2] = {t < columns.k, t + 4 < columns.k};
-    const bool absent[2] = {MB[at(t, t)] == 1, MB[at(t + 4, t + 4)] == 1};  // and to stay so exactly
-    const int from = (g & 1) * 16 + (g & 6) * 2;  // such that no two lanes meet in a bank
+    const bool absent[2] = {MB[at(t, t)] == 1, MB[at(t + 4, t + 4)] == 1};  // and must stay exactly 0
+    const int from = (g & 1) * 16 + (g & 6) * 2;  // avoids bank conflicts
     const float *w[2], *b[2];
 #pragma unroll
     for (int i = 0; i < 2; i++)

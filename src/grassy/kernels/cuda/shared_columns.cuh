@@ -1,10 +1,10 @@
-// The columns of a class, of which a thread block holds a slice: how they get in and out, and how tensor cores take them.
+// A thread block's slice of the columns of a class: loads, stores, and operands of tensor cores.
 
 // ---- loads and stores; bfloat16 is the upper half of a float ----
 
 __device__ float get(const float* p) { return *p; }
 __device__ float get(const unsigned short* p) { return __uint_as_float((u32)*p << 16); }
-// With 8 rows it is faster if the cache is not told that this is needed but once, with more rows if it is.
+// The streaming hint makes loads slower with 8 rows and faster with more.
 template <typename T>
 __device__ T load(const T* p) { return ROWS == 8 ? __ldcg(p) : __ldcs(p); }
 __device__ float4 get4(const float* p) { return load((const float4*)p); }
@@ -44,7 +44,7 @@ __device__ void put_four(T* p, float4 v, int count, bool vectors) {
 
 struct Split { u32 high, low; };
 
-// To nearest, by integers: that is cheaper than the instruction for it. Of the low part the tensor cores take 11 bits.
+// Rounds to nearest by integer arithmetic, which is cheaper than cvt. Tensor cores read 11 bits of the low part.
 __device__ Split split(float x) {
     Split s;
     s.high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
@@ -52,7 +52,7 @@ __device__ Split split(float x) {
     return s;
 }
 
-// One of the three products that make up a b in almost float32, the small ones first.
+// One of the three TF32 products whose sum is a b in almost float32. Small ones come first.
 template <int PART>
 __device__ void mma_part(bool fresh, float* c, Split a0, Split a1, Split a2, Split a3, Split b0, Split b1) {
     if (PART == 0) mma(fresh, c, a0.low, a1.low, a2.low, a3.low, b0.high, b1.high);
@@ -62,8 +62,8 @@ __device__ void mma_part(bool fresh, float* c, Split a0, Split a1, Split a2, Spl
 
 // ---- columns in shared memory ----
 
-// `rows` rows of W, as many of B, and 32 zeros: that is what shared memory begins with. Of them the k rows from `first` on
-// are worked on; all rows from k on are zero.
+// Shared memory begins with `rows` rows of W, `rows` rows of B, and 32 zeros. The k rows from `first` on are processed.
+// Rows from k on read as zero.
 struct Columns {
     int rows, first, k, slice, stride;
 
@@ -71,7 +71,7 @@ struct Columns {
     __device__ float* b() const { return w() + rows * stride; }
     __device__ float* zeros() const { return (float*)shared4 + 2 * rows * stride; }
 
-    // 32 columns, from `column` on, of a row of W or B. By one number, so that the compiler sees whose memory it is.
+    // 32 columns, from `column` on, of a row of W or B. One offset, so that the compiler infers shared memory.
     __device__ const float* row(bool of_w, int row, int column) const {
         const int place = (of_w ? 0 : rows) + (PAIRS ? first : 0) + row;
         return (float*)shared4 + (row < k ? place * stride + column : 2 * rows * stride);
@@ -80,10 +80,10 @@ struct Columns {
 
 __device__ float4 operator+(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
-// Where the entry of a k x k matrix is. With 32 rows groups of four are moved such that no two lanes meet in a bank.
+// Offset of an entry of a k x k matrix. With 32 rows, groups of four are permuted to avoid bank conflicts.
 __device__ int at(int row, int column) { return row * ROWS + (ROWS == 32 ? column ^ row % 8 * 4 : column); }
 
-// x += L W + R B in shared memory, for x either W or B: a thread a column, in full float32. For the rare, careful path.
+// x += L W + R B in shared memory, where x is W or B: one thread per column, in float32. For the rare, careful path.
 __device__ __noinline__ void move_here(float* x, Columns columns, const float* L, const float* R) {
     for (int column = threadIdx.x; column < columns.slice; column += THREADS) {
         float sum[ROWS] = {};

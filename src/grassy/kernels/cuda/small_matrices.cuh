@@ -1,16 +1,16 @@
-// What happens to a class between two passes over its columns, all of it with k x k matrices: from the Gram matrices to
-// the factors that new rows are made with.
+// The k x k arithmetic of a class between two passes over its columns: from the Gram matrices to the factors of the new
+// rows.
 
 // ---- k x k matrices in shared memory ----
 
-// By the first MIDDLE threads alone.
+// A barrier for the first MIDDLE threads.
 __device__ void wait_for_middle() {
     if (MIDDLE == 32) __syncwarp();
     else if (MIDDLE == THREADS) __syncthreads();
     else wait_for_first<MIDDLE>();
 }
 
-// Four neighbours in a row of a matrix: what a thread works on. (With 8 rows two threads do the same.)
+// Four neighbouring entries in a row of a matrix, which one thread computes. With 8 rows two threads compute the same.
 struct Four {
     float value[4];
     __device__ float operator[](int i) const { return value[i]; }
@@ -20,12 +20,12 @@ __device__ int row_here() { return 4 * threadIdx.x % MATRIX / ROWS; }
 __device__ int column_here() { return 4 * threadIdx.x % ROWS; }
 
 __device__ Four four(const float* matrix) {
-    __builtin_assume(__isShared(matrix));  // for the instruction that is made for it
+    __builtin_assume(__isShared(matrix));  // to use shared-memory instructions
     const float4 v = *(const float4*)(matrix + at(row_here(), column_here()));
     return {v.x, v.y, v.z, v.w};
 }
 
-// Entry by entry: f(row, column, j), j counting this thread's four.
+// Sets each entry to f(row, column, j), where j counts the four entries of this thread.
 template <typename F>
 __device__ void set(float* matrix, F f) {
     __builtin_assume(__isShared(matrix));
@@ -34,7 +34,7 @@ __device__ void set(float* matrix, F f) {
         make_float4(f(row, column, 0), f(row, column + 1, 1), f(row, column + 2, 2), f(row, column + 3, 3));
 }
 
-// a b. Not inlined: code that runs once has to be fetched first.
+// Returns a b. Not inlined, because code that runs once must be fetched first.
 __device__ __noinline__ Four times(const float* a, const float* b) {
     __builtin_assume(__isShared(a));
     __builtin_assume(__isShared(b));
@@ -77,7 +77,7 @@ __device__ float frobenius(const float* a) {
     return fmaxf(sqrtf(over_warp(sum, false)), 1.1754944e-38f);
 }
 
-// The root of `reference._largest_eigenvalue` of A.
+// The square root of `reference._largest_eigenvalue` of A.
 __device__ __noinline__ float largest_singular_value(const float* A, float* a, float* b) {
     float largest = 1.1754944e-38f;
     for (int i = threadIdx.x % 32; i < MATRIX; i += 32) largest = fmaxf(largest, fabsf(A[i]));
@@ -102,19 +102,18 @@ __device__ __noinline__ float largest_singular_value(const float* A, float* a, f
 
 // ---- the step ----
 
-// The names are those at the top of step.cu, with C = cos - 1 and S = sinc. X, Y, U and V are room: on the way in U, V
-// and C hold O, O' and N; on the way out Y, V, X and U are what W' and M' are made of, in the order in which `move` takes
-// them.
+// Names are those at the top of step.cu, with C = cos - 1 and S = sinc. X, Y, U and V are scratch. On entry U, V and C
+// hold O, O' and N. On return Y, V, X and U are the factors of W' and M', in the argument order of `move`.
 struct Matrices {
     float *G, *T, *A, *X, *Y, *U, *V, *C, *S;
 };
 
-// Entries of cos - 1 and sinc - 1 of sqrt(X) for a small X, from those of X and of its square.
+// Entries of cos - 1 and sinc - 1 of sqrt(X) for small X, from the entries of X and its square.
 __device__ float small_cosine(float x, float square) { return square * (1 / 24.0f) - 0.5f * x; }
 __device__ float small_sine(float x, float square) { return square * (1 / 120.0f) - x * (1 / 6.0f); }
 
-// The rest of `middle` up to X and V, for turns of any size: polynomials of degree 5, doublings of the angle, and the
-// Gram matrix P G P + Q A Q of P W + Q H for the polar factor. U is scale A, and Y its square.
+// The part of `middle` that computes X and V, for any rotation angle: polynomials of degree 5, doublings of the angle,
+// and the Gram matrix P G P + Q A Q of P W + Q H for the polar factor. U holds scale A, and Y its square.
 __device__ __noinline__ void large_turn(Matrices m, float tau, int doublings) {
     const Four a = four(m.U), y = four(m.Y), g = four(m.G), cube = times(m.Y, m.U);
     wait_for_middle();
@@ -154,12 +153,12 @@ __device__ __noinline__ void large_turn(Matrices m, float tau, int doublings) {
 }
 
 #if ROWS <= 16
-// A k x k matrix in the registers of a warp, as tensor cores leave it: entry e of tile j is in row lane/4 + 8 (e/2) and
-// column 8 j + 2 (lane%4) + e%2.
+// A k x k matrix in the registers of a warp, in the output layout of tensor cores: entry e of tile j is in row
+// lane/4 + 8 (e/2) and column 8 j + 2 (lane%4) + e%2.
 struct Held {
     float at[GROUPS][2 * GROUPS];
 
-    // f(row, column, j, e), entry by entry.
+    // Sets each entry to f(row, column, j, e).
     template <typename F>
     __device__ explicit Held(F f) {
         const int lane = threadIdx.x % 32;
@@ -194,8 +193,8 @@ __device__ void keep(float* matrix, const Held& x) {
             *(float2*)(matrix + (lane / 4 + 4 * e) * ROWS + 8 * j + lane % 4 * 2) = {x.at[j][e], x.at[j][e + 1]};
 }
 
-// x y', in almost float32. If columns 2 t and 2 t + 1 are called t and t + 4, which changes no sum, what a lane holds of
-// x and y are the operands.
+// Returns x y' in almost float32. Renaming columns 2 t and 2 t + 1 to t and t + 4 changes no sum and makes what a lane
+// holds of x and y the operands of the tensor cores.
 __device__ Held times_transposed(const Held& x, const Held& y) {
     float sums[GROUPS][3][4];
 #pragma unroll
@@ -214,9 +213,9 @@ __device__ Held times_transposed(const Held& x, const Held& y) {
     return Held([&](int, int, int j, int e) { return sums[j][2][e] + (sums[j][0][e] + sums[j][1][e]); });
 }
 
-// `middle` for a class (`paired` is 0), or two of `paired` rows each, that is finite, has something to turn it, turns but
-// little and is certainly not capped: what it asks of one class it asks of the sum over both. By one warp, which writes
-// nothing if that is not so.
+// A fast `middle` for the usual case: a class (`paired` is 0), or two classes of `paired` rows each, that is finite, moves
+// by a small angle and is not capped. For a pair it tests the sums over both. It runs in one warp and writes nothing
+// if the case is not usual.
 __device__ Verdict usual(Matrices m, float rate, int flags, float max_angle, int paired) {
     const Held g = held(m.G), o = held(m.U), ot = held(m.V), n = held(m.C);
     const Held row_length([&](int r, int, int, int) { return m.G[at(r, r)]; });
@@ -225,7 +224,7 @@ __device__ Verdict usual(Matrices m, float rate, int flags, float max_angle, int
     auto both = [&](int j, int e) { return here(j, e) && column_length.at[j][e] != 0; };
 
     const Held t([&](int, int, int j, int e) { return here(j, e) ? o.at[j][e] * (2 - column_length.at[j][e]) : 0; });
-    const Held tt([&](int, int, int j, int e) {  // its transpose
+    const Held tt([&](int, int, int j, int e) {  // the transpose of t
         return column_length.at[j][e] != 0 ? ot.at[j][e] * (2 - row_length.at[j][e]) : 0;
     });
     const Held to = times_transposed(t, o);
@@ -247,7 +246,7 @@ __device__ Verdict usual(Matrices m, float rate, int flags, float max_angle, int
     const float energy = fmaxf(left, 0.0f);
     const bool moves = __any_sync(0xffffffffu, last_moves) && (!paired || __any_sync(0xffffffffu, first_moves));
     const bool finite = length - length == 0 && left - left == 0 && rate - rate == 0;
-    // The length of H may be off by the rounding of that of B.
+    // The error of |H| may be of the size of rounding in |B|.
     const bool small = scale * length <= 1 && squares <= SMALL_TURN * SMALL_TURN &&
                        scale * (energy + 1e-5f * length) < limit;
     if (!(finite && moves && small)) return UNUSUAL;
@@ -276,14 +275,14 @@ __device__ Verdict usual(Matrices m, float rate, int flags, float max_angle, int
 }
 #endif
 
-// All that happens to a class between two passes over its columns, by the first MIDDLE threads.
+// Everything between two passes over the columns of a class, by the first MIDDLE threads.
 //
-// Takes G, O (in U), O' (in V) and N (in C). Leaves what W' - W = Y W + V B and M' - B = X W + U B are made of, or, if
-// the class is to be treated with care first, H - B = X W + U B. Counts the class if it is capped. A 1 on the diagonal of
-// U, where there is never one otherwise, marks a row that is absent.
+// Takes G, O (in U), O' (in V) and N (in C). Leaves the factors of W' - W = Y W + V B and M' - B = X W + U B. If the class
+// needs the careful path first, it leaves those of H - B = X W + U B. Counts the class if it is capped. A 1 on the
+// diagonal of U, which cannot occur otherwise, marks an absent row.
 __device__ Verdict middle(Matrices m, float rate, int flags, float max_angle, bool careful, bool counting,
                           unsigned long long* counts) {
-    auto present = [&](int i) { return m.G[at(i, i)] != 0; };  // an absent row has no direction of its own
+    auto present = [&](int i) { return m.G[at(i, i)] != 0; };  // absent rows are zero
     const bool here = present(row_here());
     bool both[4];
     for (int j = 0; j < 4; j++) both[j] = here && present(column_here() + j);
@@ -292,21 +291,21 @@ __device__ Verdict middle(Matrices m, float rate, int flags, float max_angle, bo
     wait_for_middle();
     Four product = times(m.T, m.V);
     set(m.A, [&](int, int, int j) { return both[j] ? n[j] - product[j] : 0; });
-    const float length = trace(m.C);  // of B, squared; before anybody is far enough to overwrite C
+    const float length = trace(m.C);  // |B|^2, before another thread overwrites C
     wait_for_middle();
     const Four t = four(m.T), a = four(m.A);
-    const float left = trace(m.A), energy = fmaxf(left, 0.0f);      // of H, squared
-    if (!(length - length == 0 && left - left == 0 && rate - rate == 0)) return SKIP;  // a NaN or Inf anywhere shows here
-    // What cancellation leaves in A is of the size of rounding in N, and is felt only in large turns, or if the length
-    // of H itself matters.
+    const float left = trace(m.A), energy = fmaxf(left, 0.0f);      // |H|^2
+    if (!(length - length == 0 && left - left == 0 && rate - rate == 0)) return SKIP;  // a NaN or Inf anywhere
+    // Cancellation leaves an error in A of the size of rounding in N. It matters only for large rotation angles, or if
+    // the length of H itself matters.
     if (!careful && (rate * rate * length > 1 || ((flags & CAPPED) && 64 * energy < length))) {
         set(m.X, [&](int, int, int j) { return -t[j]; });
         set(m.U, [&](int r, int c, int) { return here ? 0 : -(float)(r == c); });
         return AGAIN;
     }
     if (careful && 2 * energy < length) {
-        // H was projected twice, and the second time took most of it away: it is but rounding, of a gradient inside the
-        // subspace or with k = n, and the class does not move.
+        // The second projection removed most of H, so H is rounding only, from a gradient inside the subspace or from
+        // k = n. The class does not move.
         set(m.X, [&](int, int, int j) { return -t[j]; });
         set(m.U, [&](int r, int c, int) { return here ? 0 : (float)(r == c); });
         return STAY;
@@ -329,8 +328,8 @@ __device__ Verdict middle(Matrices m, float rate, int flags, float max_angle, bo
     wait_for_middle();
     product = times(m.U, m.U);
     if (size <= SMALL_TURN) {
-        // The usual case. Taylor polynomials of degree 2 suffice, and since cos^2 + sin^2 = 1, what P W + Q H lacks in
-        // orthonormality is what W lacked: polar = 1 - (G - 1)/2, up to (G - 1) t.
+        // The usual case. Taylor polynomials of degree 2 suffice. Since cos^2 + sin^2 = 1, P W + Q H has the same error
+        // of orthonormality as W: polar = 1 - (G - 1)/2, up to (G - 1) t.
         Four cosine, sine;
         for (int j = 0; j < 4; j++) {
             cosine.value[j] = small_cosine(scale * a[j], product[j]);
@@ -344,7 +343,7 @@ __device__ Verdict middle(Matrices m, float rate, int flags, float max_angle, bo
         set(m.Y, [&](int, int, int j) { return product[j]; });
         wait_for_middle();
         large_turn(m, tau, doublings);
-        const Four v = four(m.V);  // this thread's own
+        const Four v = four(m.V);  // entries of this thread
         set(m.V, [&](int, int, int j) { return both[j] ? v[j] : 0; });
     }
     wait_for_middle();
@@ -354,7 +353,7 @@ __device__ Verdict middle(Matrices m, float rate, int flags, float max_angle, bo
     if (parallel) first = times(m.A, m.S), second = times(m.C, m.T);
     product = times(m.V, m.T);
     const Four x = four(m.X), cosine = four(m.C);
-    wait_for_middle();  // with 8 rows another thread has the same entries
+    wait_for_middle();  // with 8 rows another thread reads the same entries
     set(m.Y, [&](int, int, int j) { return x[j] - product[j]; });
     set(m.X, [&](int, int, int j) { return tau * first[j] - second[j] - t[j]; });
     set(m.U, [&](int r, int c, int j) { return !here ? (float)(r == c) : parallel ? cosine[j] : 0; });

@@ -1,29 +1,29 @@
-// One Riemannian step of all classes of one or several heads in one launch: `reference._step`, with every number read
-// and written once.
+// One Riemannian step of all classes of one or several heads in one launch: `reference._step`, reading and writing each
+// element once.
 //
-// A class is W (k x n), and B = mu M + D. A cluster of CLUSTER thread blocks takes one class, each block a slice of the
-// columns, which stays in shared memory. All that couples columns are the Gram matrices G = W W', O = B W', N = B B';
-// all that a class needs afterwards are k x k matrices, and new W and M are linear in W and B:
+// A class is W (k x n), and B = mu M + D. A cluster of CLUSTER thread blocks processes one class. Each block holds a slice
+// of the columns in shared memory. Columns interact only through the Gram matrices G = W W', O = B W' and N = B B'. The
+// rest is k x k arithmetic, and the new W and M are linear in W and B:
 //
-//     T = O (2 - diag G)       B - T W is horizontal: 2 - G inverts G, and beside its diagonal G is but rounding
-//     A = N - T O'             H H' of the horizontal H
+//     T = O (2 - diag G)       B - T W is tangent: 2 - G inverts G, and off its diagonal G is rounding
+//     A = N - T O'             H H' of the tangent H = B - T W
 //     P = cos(t sqrt A), Q = -t sinc(t sqrt A), polar = 3/2 - (P G P + Q A Q)/2
 //     W' = polar (P W + Q H)   M' = H, or P H + t A sinc W if transported in parallel
 //
-// The products with n columns run on tensor cores. A TF32 number has 11 bits, so x is split into two of them, and x y is
-// taken as three products (high high, high low, low high), good to 2^-22. Tensor cores cut off instead of rounding when
-// they add up, which would bias long sums: high high of a Gram matrix is summed by them over 32 columns at most, and W' is
-// formed as W plus a small correction.
+// Matmuls over the n columns run on tensor cores. TF32 has 11 bits, so each operand is split into two parts, and x y is
+// computed as three products (high high, high low, low high), accurate to 2^-22. Tensor cores truncate sums instead of
+// rounding, which would bias long sums. They therefore sum high high of a Gram matrix over at most 32 columns, and W' is
+// computed as W plus a small correction.
 //
-// If the turn is so large that the rounding of A is felt, or A is lost in cancellation where it matters, the class is
-// treated with care: H replaces B, and the new W is corrected by its own Gram matrix, as the reference does.
+// The careful path handles rotations so large that rounding in A matters, and cancellation in A where its size matters:
+// H replaces B, and the new W is corrected by its own Gram matrix, as in the reference.
 //
-// Tensor cores work on 8 rows at least. With k up to 4 two neighbouring classes are therefore taken together, as one whose
-// matrices are zero but for two blocks on the diagonal, unless one of them needs more than the usual.
+// Tensor cores work on at least 8 rows. With k up to 4, two neighbouring classes are therefore processed together, as one
+// class with block-diagonal matrices, unless one of them is unusual.
 //
 // Compile with -DROWS=8|16|32 (k rounded up, or 2 k for pairs), -DPAIRS=0|1, -DCLUSTER=1|2|4|8, -DWARPS=2|4|8|16,
-// -DBLOCKS= how many of these thread blocks a multiprocessor is to hold, -DPIECES_AT_ONCE= of 128 columns of a row that
-// are loaded at once, -DHEADS= how many heads a launch may have, -DGRAD_BF16=0|1, -DMOMENTUM_BF16=0|1.
+// -DBLOCKS=(thread blocks per multiprocessor), -DPIECES_AT_ONCE=(pieces of 128 columns of a row loaded at once),
+// -DHEADS=(largest number of heads per launch), -DGRAD_BF16=0|1, -DMOMENTUM_BF16=0|1.
 
 #include "hardware.cuh"
 #include "launch.cuh"
@@ -46,7 +46,7 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
      int pause, int flags) {
     __shared__ int verdict;
     if ((flags & CAN_SKIP) && *skip != 0) return;
-    if ((flags & CAREFUL_ONLY) && verdicts[blockIdx.x / CLUSTER] != AGAIN) return;  // stream.cu did it
+    if ((flags & CAREFUL_ONLY) && verdicts[blockIdx.x / CLUSTER] != AGAIN) return;  // stream.cu made this step
     const float rate = flags & LR_ON_DEVICE ? *lr_on_device : (float)lr_value;
     const float mu = flags & MOMENTUM_ON_DEVICE ? *momentum_on_device : (float)momentum_value;
     const bool has_momentum = flags & HAS_MOMENTUM, vectors = flags & VECTORS;
@@ -55,7 +55,7 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
     const u32 rank = rank_in_cluster();
     const int start = rank * slice, inside = min(slice, n - start);
 
-    // A cluster takes a class, or two neighbours, of one of the heads.
+    // A cluster processes one class, or two neighbours, of one head.
     const Taken taken = taken_by(heads, blockIdx.x / CLUSTER);
     const bool pair = PAIRS && taken.first + 1 < heads.classes[taken.head];
     unsigned long long* counts = heads.counts[taken.head];
@@ -72,18 +72,18 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
     auto matrix = [&](int i) { return rest + i * MATRIX; };
     const Matrices m = {matrix(0), matrix(1), matrix(2), matrix(4), matrix(5),
                         matrix(6), matrix(7), matrix(8), matrix(3)};
-    float* sums = ROWS == 8 ? m.G : m.T;  // before there is anything in that and what comes after it
+    float* sums = ROWS == 8 ? m.G : m.T;  // shares memory with the matrices, which are filled later
     if (SENT_FROM_MATRICES) mine = (float4*)m.T;
 
-    // Blocks that begin together would load together, and then all compute while memory idles. Of the first round, those
-    // that share a multiprocessor therefore begin one after the other.
+    // Blocks that start together would load together and then all compute while memory idles. In the first round, blocks
+    // on the same multiprocessor therefore start one after the other.
     const int cluster = blockIdx.x / CLUSTER;
     if (pause && cluster < resident) {
         const unsigned long long begin = cycles(), wait = (unsigned)pause * (cluster * BLOCKS / resident);
-        while (cycles() - begin < wait) {}  // who sleeps may sleep twice as long
+        while (cycles() - begin < wait) {}  // nanosleep may take twice as long as asked
     }
 
-    // Steps 1 to 3 of Algorithm 1, but for the projection: W and B = mu M + D, zero beyond n.
+    // Steps 1 to 3 of Algorithm 1 without the projection: load W and B = mu M + D, zero beyond n.
     if (warp == 0) columns.zeros()[lane] = 0;
     const u32 w_here = shared_address(columns.w()), b_here = w_here + 4 * rows * stride;
     auto sum = [&](float y, const float& z) { return has_momentum ? fmaf(mu, z, sign * y) : sign * y; };
@@ -91,7 +91,7 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
     for (int first_row = warp; first_row < ROWS && vectors; first_row += WARPS * ROWS_AT_ONCE)
 #pragma unroll 1
         for (int column = 4 * lane; column < inside; column += 128 * PIECES_AT_ONCE) {
-            // All of it is on the way before anything is waited for. W goes to shared memory by itself.
+            // All loads are issued before any is waited for. W goes to shared memory asynchronously.
             float4 y[ROWS_AT_ONCE][PIECES_AT_ONCE], z[ROWS_AT_ONCE][PIECES_AT_ONCE];
 #pragma unroll
             for (int r = 0; r < ROWS_AT_ONCE; r++) {
@@ -128,8 +128,8 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
         }
         for (int column = max(inside, 0) + lane; column < slice; column += 32) w_row[column] = b_row[column] = 0;
     }
-    // While this cluster computes, memory would idle: what a later one will need is brought into the L2 cache. The first
-    // `resident` of them load for themselves at once.
+    // While this cluster computes, memory would idle: prefetch the data of a later cluster into the L2 cache. The first
+    // `resident` clusters load their own data at once.
     const int later = cluster + resident / 2;
     if (later >= resident && later < gridDim.x / CLUSTER) {
         const Taken next = taken_by(heads, later);
@@ -144,7 +144,7 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
     wait_for_copies();
     __syncthreads();
 
-    // A class usually needs one round. With care it takes three: H for B, the step, its own Gram matrix for the new W.
+    // A class usually needs one round. The careful path has three: H replaces B, the step, the correction of the new W.
     enum { STEP, CAREFUL_STEP, CORRECT } round = STEP;
     while (true) {
         all_grams(columns, k, sums, mine, rank, m.G, m.U, m.V, m.C);
@@ -158,11 +158,11 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
             found = verdict;
         }
 #endif
-        // Nobody overwrites its sums, or leaves, before all have read them.
+        // No block overwrites its sums, or exits, before all have read them.
         const bool unusual = found == UNUSUAL && !both;
         if (READ_LATE && unusual) wait_for_cluster();
         if (unusual) {
-            __syncthreads();  // before the verdict is overwritten, all have read it
+            __syncthreads();  // all have read the verdict before it is overwritten
             if (threadIdx.x < MIDDLE) {
                 found = MOVE;
                 if (round == CORRECT) {
@@ -179,7 +179,7 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
         }
         if (READ_LATE && !unusual) wait_for_cluster();
         if (found == UNUSUAL) {
-            columns.k = k;  // one after the other
+            columns.k = k;  // process the pair one after the other
             continue;
         }
         if (found == AGAIN) {
@@ -189,7 +189,7 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
         }
         if (found == SKIP && threadIdx.x == 0 && rank == 0) atomicAdd(counts, 1ull);
         if (found != SKIP) {
-            // A class that stays is left alone, to the bit.
+            // A class that does not move stays bit-identical.
             const long long at = PAIRS ? (long long)columns.first * n : 0;
             move(columns, m.Y, m.V, m.X, m.U, found == MOVE && round != CAREFUL_STEP ? weight + at : nullptr,
                  has_momentum && round != CORRECT ? momentum + at : nullptr, n, start, vectors, flags & PARALLEL);
@@ -201,7 +201,7 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
             }
         }
         if (!PAIRS || columns.first + columns.k == rows) return;
-        columns.first = k;  // the other one of two that were taken apart
+        columns.first = k;  // the second class of a split pair
         round = STEP;
         __syncthreads();
     }

@@ -102,7 +102,8 @@ def _plan(k: int, n: int, classes: int, capability: tuple[int, int]) -> Plan | N
     shared = Plan(k, rows, cluster, columns, warps, 1, classes).shared_bytes
     if shared > largest:
         return None
-    # More warps hide more latency but have fewer registers each.
+    # More warps hide more latency but have fewer registers each. With 16 warps per multiprocessor, 500 pairs in
+    # clusters of four take four rounds.
     registers_for = {8: 20 if classes == 1 else 16, 16: 12 if warps == 4 else 16, 32: 16}[rows]
     by_registers = registers_for // warps
     by_memory = (largest + 1024) // (shared + 1024)

@@ -1,9 +1,8 @@
 // The step of classes of 17 to 32 rows for which step.cu would need a cluster, in three launches: `grams`, `turns` and
-// `moves`. The names are those of step.cu, which keeps such a class on the chip, and has to do with few warps for that.
-// Here W, D and M are read twice, but a block needs no other, and all of the GPU is busy with the same kind of work.
+// `moves`. Names are those of step.cu, which keeps such a class on the chip and therefore runs few warps. Here W, D and M
+// are read twice, but blocks are independent, and the whole GPU does the same kind of work.
 //
-// Classes that are to be treated with care, which needs more passes, are left to step.cu, which is launched after these
-// three.
+// Classes on the careful path, which needs more passes, are left to step.cu, launched after these three.
 //
 // Compile with -DROWS=32, -DPAIRS=0, -DCLUSTER=1, -DWARPS=8, and the rest as for step.cu.
 
@@ -13,12 +12,12 @@
 #include "rows_16_and_32.cuh"
 #include "small_matrices.cuh"
 
-#define STREAM 4    // warps of a block that streams
-#define RESIDENT 2  // such blocks that a multiprocessor holds: with more, there are too few registers
-#define STRIDE 36   // numbers between rows of 32 columns, so that no two lanes meet in a bank
+#define STREAM 4    // warps per block
+#define RESIDENT 2  // blocks per multiprocessor; more would have too few registers
+#define STRIDE 36   // floats between rows of 32 columns, which avoids bank conflicts
 static_assert(ROWS == 32 && WARPS == 8, "made for 32 rows");
 
-// What a block is given of its class.
+// The arguments of a block for its class.
 struct Streamed {
     float* weight;
     const Grad* grad;
@@ -44,7 +43,7 @@ struct Streamed {
                            count > 3 ? get(p + 3) : 0);
     }
 
-    // Four columns of W, D and M from here on, zero where there are none. They are on the way when this returns.
+    // Loads four columns of W, D and M from `column` on, zero beyond the end. The loads are in flight on return.
     __device__ void load(int row, int column, float4& w, float4& d, float4& m) const {
         const int count = row < k ? n - column : 0;
         const long long at = (long long)row * n + column;
@@ -59,7 +58,7 @@ struct Streamed {
     }
 };
 
-// The Gram matrices of class first + blockIdx.x, to `tiles`.
+// Writes the Gram matrices of class first + blockIdx.x to `tiles`.
 extern "C" __global__ void __launch_bounds__(32 * STREAM, RESIDENT)
 grams(const __grid_constant__ Heads heads, const float* momentum_on_device, const float* skip, float4* tiles,
       double momentum_value, int first, int k, int n, int flags) {
@@ -109,7 +108,7 @@ grams(const __grid_constant__ Heads heads, const float* momentum_on_device, cons
     }
 }
 
-// From the Gram matrices to what W' and M' are made with.
+// Computes the factors of W' and M' from the Gram matrices.
 extern "C" __global__ void __launch_bounds__(256, 4)
 turns(const __grid_constant__ Heads heads, const float* lr_on_device, const float* skip, const float4* tiles,
       float4* factors, int* verdicts, double lr_value, double max_angle, int first, int flags) {
@@ -135,7 +134,7 @@ turns(const __grid_constant__ Heads heads, const float* lr_on_device, const floa
     for (int i = 0; i < 4; i++) mine[i * MATRIX / 4] = ((const float4*)made[i])[threadIdx.x];
 }
 
-// W' = W + Y W + V B and M' = B + X W + U B of class first + blockIdx.x.
+// Computes W' = W + Y W + V B and M' = B + X W + U B of class first + blockIdx.x.
 extern "C" __global__ void __launch_bounds__(32 * STREAM, RESIDENT)
 moves(const __grid_constant__ Heads heads, const float* momentum_on_device, const float* skip, const float4* factors,
       const int* verdicts, double momentum_value, int first, int k, int n, int flags) {
@@ -145,19 +144,19 @@ moves(const __grid_constant__ Heads heads, const float* momentum_on_device, cons
     const bool parallel = flags & PARALLEL;
     const Streamed of(heads, first + blockIdx.x, momentum_on_device, momentum_value, k, n, flags);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    float4 w[8], d[8], m[8];  // of four rows each, 32 columns
+    float4 w[8], d[8], m[8];  // four rows each, 32 columns
     auto load = [&](int column) {
 #pragma unroll
         for (int i = 0; i < 8; i++) of.load(4 * i + lane / 8, column + lane % 8 * 4, w[i], d[i], m[i]);
     };
     load(32 * warp);
 
-    // The factors, split, in the order in which tensor cores take them: 16 rows of [Y V; X U] and 8 columns are a piece.
+    // The split factors in the operand layout of tensor cores. A piece is 16 rows and 8 columns of [Y V; X U].
     constexpr int PIECES = 32;
     float4* pieces = shared4;  // [step][tile][high, low][lane]
     float* absent = (float*)(pieces + 64 * PIECES);
     float* stages = absent + ROWS;
-    float* stage = stages + warp * 2 * ROWS * STRIDE;  // 32 columns of W, and of B
+    float* stage = stages + warp * 2 * ROWS * STRIDE;  // 32 columns of W and of B
     const float4* given = factors + (long long)blockIdx.x * MATRIX;
     for (int i = threadIdx.x; i < MATRIX; i += 32 * STREAM) ((float4*)stages)[i] = given[i];
     __syncthreads();
@@ -184,7 +183,7 @@ moves(const __grid_constant__ Heads heads, const float* momentum_on_device, cons
         }
         __syncwarp();
         load(column + 32 * STREAM);
-        // As in `move`: what a lane gets are twice four neighbours, 4 t and 16 + 4 t.
+        // As in `move`: a lane gets four neighbours from 4 t and from 16 + 4 t.
         const int from = (g & 1) * 16 + (g & 6) * 2;
         float sums[4][4][4];
 #pragma unroll
@@ -217,7 +216,7 @@ moves(const __grid_constant__ Heads heads, const float* momentum_on_device, cons
                 if (tile < 2) {
                     if (verdict == MOVE) put_four(of.weight + at, v, count, of.vectors);
                 } else if (of.has_momentum) {
-                    if (absent[r] == 1) v = make_float4(0, 0, 0, 0);  // and to stay so exactly
+                    if (absent[r] == 1) v = make_float4(0, 0, 0, 0);  // absent rows stay exactly 0
                     put_four(of.momentum + at, v, count, of.vectors);
                 }
             }
