@@ -72,9 +72,7 @@ def test_a_scale_that_is_learned_is_refused_by_fsdp_in_one_sentence(mesh, divide
     model = torch.nn.Sequential(torch.nn.Linear(4, N), grassy.create_head("grassmann", N, 9, k=K, learnable_gamma=True))
     if divided:
         grassy.distributed.shard_head(model, mesh)
-    with pytest.raises(
-        ValueError, match=r"fsdp cannot divide 1\.gamma, which is one number: use fsdp=False, or .*gamma"
-    ):
+    with pytest.raises(ValueError, match=r"fsdp cannot shard 1\.gamma, which is a scalar: use fsdp=False, or .*gamma"):
         grassy.distributed.wrap(model, mesh, fsdp=fsdp)
 
 

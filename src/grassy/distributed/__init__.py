@@ -1,4 +1,4 @@
-"""One process of a run, or one of many; heads whose classes are divided over them."""
+"""Training in one or several processes, with heads whose classes may be sharded over them."""
 
 from grassy.distributed.scaler import GradScaler
 from grassy.distributed.sharding import is_sharded, mesh, shard_head, whole

@@ -1,4 +1,4 @@
-"""The tensors of a model and its optimizer by name, as a save holds them: "model.NAME", "optim.PARAMETER.KEY"."""
+"""The tensors of a model and its optimizer, named as in a save: "model.NAME", "optim.PARAMETER.KEY"."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from grassy.distributed.saves import MANIFEST, NAMES, Saved
 from grassy.shards import groups_of
 
-#: State of an optimizer that is a sum over classes: of a sharded weight, each rank has the sum over its own.
+#: Optimizer state that is a sum over classes. For a sharded weight, each rank has the sum over its own classes.
 SUMMED = ("counts",)
 
 T = TypeVar("T")
@@ -22,13 +22,13 @@ def kind_of(name: str) -> str:
 
 
 def _plain_name(name: str) -> str:
-    """The name of a parameter without what DDP, an average and torch.compile put before it."""
+    """Return the name of a parameter without the prefixes of DDP, an averaged model and torch.compile."""
     name = ".".join(part for part in name.split(".") if part != "_orig_mod")
     return name.removeprefix("module.")
 
 
 def model_tensors(prefix: str, model: nn.Module | None) -> dict[str, Tensor]:
-    """Parameters and buffers of a model; of tied ones, the first name."""
+    """Return the parameters and buffers of a model. Tied ones appear under their first name."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in {} if model is None else model.state_dict(keep_vars=True).items():
@@ -39,7 +39,7 @@ def model_tensors(prefix: str, model: nn.Module | None) -> dict[str, Tensor]:
 
 
 def dtypes_and_shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    """The dtype and the shape of each tensor, as `state.json` has them."""
+    """Return the dtype and the shape of each tensor, as `state.json` stores them."""
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in NAMES)
@@ -55,7 +55,7 @@ def check_names(saved: Saved, prefix: str, names: set[str]) -> None:
 
 
 def _named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[tuple[str, Tensor]]]:
-    """The parameters of each group with their names."""
+    """Return the parameters of each group with their names."""
     names = {id(p): _plain_name(name) for name, p in model.named_parameters()}
     for group in optimizer.param_groups:
         if any(id(p) not in names for p in group["params"]):
@@ -64,7 +64,7 @@ def _named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[li
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors of an optimizer's state by name, and everything plain of its groups and state."""
+    """Return the tensors of an optimizer's state by name, and the other values of its groups and state."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {"groups": [], "state": {}}
     for group, params in zip(optimizer.param_groups, _named_groups(model, optimizer), strict=True):
@@ -85,7 +85,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
 
 
 def _by_parameter(tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
-    """What there is of each parameter in an optimizer's state, by its key there."""
+    """Group the tensors of an optimizer's state by parameter and key."""
     states: dict[str, dict[str, T]] = {}
     for full, value in tensors.items():
         if kind_of(full) == "optim":
@@ -95,7 +95,7 @@ def _by_parameter(tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
 
 
 def empty_optimizer_state(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Tensors for all that a save has of an optimizer, sharded as its parameters; the optimizer is left alone."""
+    """Return empty tensors for the saved state of an optimizer, sharded like its parameters."""
     if saved.optimizer is None:
         raise ValueError(f"{saved.path} holds no state of an optimizer")
     groups = _named_groups(model, optimizer)
@@ -113,7 +113,7 @@ def empty_optimizer_state(saved: Saved, model: nn.Module, optimizer: torch.optim
         for name, p in params:
             for key, (dtype, shape) in states.get(name, {}).items():
                 full = f"optim.{name}.{key}"
-                if key == "step":  # torch keeps it on the CPU, unless its kernels read it
+                if key == "step":  # torch keeps it on the CPU unless a fused or capturable step reads it
                     tensors[full] = torch.zeros(shape, dtype=dtype, device=p.device if on_device else "cpu")
                 elif shape == tuple(p.shape):
                     tensors[full] = torch.zeros_like(p.detach(), dtype=dtype)
@@ -125,7 +125,7 @@ def empty_optimizer_state(saved: Saved, model: nn.Module, optimizer: torch.optim
 def fill_optimizer(
     saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Put the loaded tensors into an optimizer's state, and the saved options into its groups."""
+    """Put the loaded tensors into the state of an optimizer, and the saved options into its groups."""
     assert saved.optimizer is not None
     described, groups = saved.optimizer, _named_groups(model, optimizer)
     states = _by_parameter(tensors)
@@ -139,14 +139,14 @@ def fill_optimizer(
             state: dict[str, Any] = dict(states.get(name, {}))
             for key in SUMMED:
                 if key in state and any(dist.get_rank(group) for group in groups_of(p)):
-                    state[key].zero_()  # the first rank has the sum
+                    state[key].zero_()  # the first rank keeps the sum
             state |= described["state"].get(name, {})
             optimizer.state[p].clear()
             optimizer.state[p].update(state)
 
 
 def rows_of_ranks(tensor: Tensor) -> Tensor:
-    """A tensor that differs from rank to rank as one with a row for each."""
+    """Combine a tensor that differs between ranks into a DTensor with one row per rank."""
     row = tensor.detach().clone()[None]
     if not dist.is_initialized():
         return row

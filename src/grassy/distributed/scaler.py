@@ -1,4 +1,4 @@
-"""Loss scaling for float16 when some gradients are divided over processes."""
+"""Loss scaling for float16 if some gradients are sharded over processes."""
 
 from typing import Any
 
@@ -11,10 +11,13 @@ from grassy.shards import is_distributed, local
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for a model with plain and sharded gradients.
+    """A `torch.amp.GradScaler` for models with both plain and sharded gradients, which torch's class cannot mix.
 
-    torch's own takes either the ones or the others. Here an overflow in one process makes all of them skip the step:
-    otherwise the copies of the backbone would part.
+    An overflow in one process makes all processes skip the step. Otherwise the copies of the backbone would diverge.
+
+    Examples:
+        >>> from grassy.distributed import GradScaler
+        >>> scaler = GradScaler("cpu", init_scale=2.0**10)
     """
 
     def _unscale_grads_(
@@ -22,14 +25,14 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         found = super()._unscale_grads_(_Local(optimizer), inv_scale, found_inf, allow_fp16)  # type: ignore[arg-type]
         if dist.is_initialized():
-            found = found or {found_inf.device: found_inf}  # a process may have no gradient at all
+            found = found or {found_inf.device: found_inf}  # this process may have no gradients
             for flag in found.values():
                 dist.all_reduce(flag, dist.ReduceOp.MAX)
         return found
 
 
 class _Local:
-    """An optimizer as a scaler looks at it, with what this process holds of each gradient."""
+    """The view of an optimizer that a GradScaler needs, with the local part of each gradient."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.param_groups = [{"params": [_seen(p) for p in group["params"]]} for group in optimizer.param_groups]
@@ -44,7 +47,7 @@ def _seen(p: Any) -> Tensor:
 
 
 def _with_gradient(grad: Tensor) -> Tensor:
-    """A tensor with this gradient: a scaler looks at nothing else."""
+    """Return a tensor with this gradient, which is all that a GradScaler reads."""
     seen = grad.detach()
     seen.grad = grad
     return seen

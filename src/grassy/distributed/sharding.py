@@ -1,7 +1,7 @@
-"""Divide the classes of a head over processes: each process holds the parameters of some classes whole.
+"""Shard the classes of a head over processes: each process holds all parameters of some classes.
 
 A parameter (C, ...) becomes a DTensor with Shard(0) over a mesh of one dimension. The Riemannian step of a class needs
-that class alone, so the optimizer communicates nothing; the loss is that of `kernels.sharded`.
+only that class, so the optimizer does not communicate. `kernels.sharded` computes the loss.
 """
 
 from typing import Any
@@ -15,15 +15,25 @@ from grassy import shards
 from grassy.heads import Head, heads_of
 from grassy.heads.per_class import PerClassHead
 
-#: Classes that are drawn from one seed. A process draws the blocks of its classes whole, so what a class gets does not
-#: depend on how many processes there are.
+#: Classes that are initialised from one seed. A process draws whole blocks, so the initial values of a class do not
+#: depend on the number of processes.
 BLOCK = 4096
-#: The largest tensor, in bytes, that `whole` makes of the parts of all processes.
+#: Largest tensor, in bytes, that `whole` gathers.
 WHOLE_AT_MOST = 2**33
 
 
 def mesh(device_type: str | None = None) -> DeviceMesh:
-    """All processes in one dimension, "dp". The process group must exist, as under `torchrun`."""
+    """Create a mesh of all processes with one dimension, "dp".
+
+    Args:
+        device_type: "cuda" or "cpu". None means "cuda" if there is a GPU and the backend is NCCL.
+
+    Returns:
+        The mesh, for `shard_head` and `wrap`.
+
+    Raises:
+        RuntimeError: If there is no process group. Start the program with torchrun and initialise one.
+    """
     if not dist.is_initialized():
         raise RuntimeError(
             "there is no process group: start the program with torchrun and call torch.distributed.init_process_group()"
@@ -33,16 +43,39 @@ def mesh(device_type: str | None = None) -> DeviceMesh:
 
 
 def shard_head(model: nn.Module, mesh: DeviceMesh, *, seed: int = 0) -> nn.Module:
-    """Divide the classes of every head of the model over the processes of the mesh, in place; returns the model.
+    """Shard the classes of every head of a model over the processes of a mesh, in place.
 
-    A head on the meta device is created here, a shard in each process, with values that depend on the seed but not on
-    the number of processes. Any other must hold the same values in all processes, and each keeps its classes of them.
-    Call it before the optimizer is made, and before `wrap`.
+    Call it before `wrap` and before you create the optimizer. Each process initialises its own shard of a head on the
+    meta device. The values depend on the seed but not on the number of processes. A head with memory must have equal
+    values in all processes, and each process keeps its classes.
+
+    Args:
+        model: The model. Its heads must be "arcface", "cosine", "grassmann", "linear" or "subcenter-arcface".
+        mesh: A mesh with one dimension, as created by `mesh`.
+        seed: Seed for heads on the meta device.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: If `model` is not a module.
+        ValueError: If the mesh has several dimensions, or the model has no head, or one that cannot be sharded.
+
+    Examples:
+        Run under torchrun, with a process group:
+
+        ```python
+        mesh = grassy.distributed.mesh()
+        grassy.replace_head(model, "grassmann", num_classes=1_000_000, k=8, device="meta")
+        grassy.distributed.shard_head(model, mesh)
+        model = grassy.distributed.wrap(model, mesh)
+        optimizer = grassy.make_optimizer(model, "adamw", lr=1e-3)
+        ```
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard_head takes a model, got {type(model).__name__}")
     if mesh.ndim != 1:
-        raise ValueError(f"mesh must have one dimension, over which classes are divided, got {mesh.ndim}")
+        raise ValueError(f"mesh must have one dimension, over which classes are sharded, got {mesh.ndim}")
     heads = heads_of(model)
     if not heads:
         raise ValueError("the model has no head of grassy's: call grassy.replace_head(model, 'grassmann', k=8) first")
@@ -60,27 +93,41 @@ def shard_head(model: nn.Module, mesh: DeviceMesh, *, seed: int = 0) -> nn.Modul
 
 
 def is_sharded(what: nn.Module | Tensor) -> bool:
-    """Whether the classes of a tensor, or of a head in a model, are divided over processes."""
+    """Return whether a tensor, or a head of a model, is sharded by class over processes.
+
+    Args:
+        what: A tensor or a model.
+    """
     if isinstance(what, nn.Module):
         return any(isinstance(head, PerClassHead) and head.is_sharded for head in heads_of(what))
     return shards.is_sharded(what)
 
 
 def whole(weight: Tensor) -> Tensor:
-    """All of a tensor that is divided over processes, in each of them; all have to ask. A plain tensor is whole."""
+    """Return a whole tensor in each process. If it is sharded, all processes must call it together.
+
+    Args:
+        weight: A DTensor or a plain tensor.
+
+    Returns:
+        A plain, detached tensor.
+
+    Raises:
+        ValueError: If the whole tensor has more than 8 GiB.
+    """
     if not shards.is_distributed(weight):
         return weight.detach()
     if (size := weight.numel() * weight.element_size()) > WHOLE_AT_MOST:
         raise ValueError(
             f"the whole weight {tuple(weight.shape)} takes {size / 2**30:.1f} GiB in each process, and the limit is "
-            f"{WHOLE_AT_MOST / 2**30:.0f} GiB: use what each process holds, weight.to_local()"
+            f"{WHOLE_AT_MOST / 2**30:.0f} GiB: use the local part of each process, weight.to_local()"
         )
     result: Tensor = weight.detach().full_tensor()  # type: ignore[attr-defined]
     return result
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are divided by class, by the names that they have in the model."""
+    """Return the parameters that are sharded by class, by their names in the model."""
     found = {}
     for prefix, module in model.named_modules():
         if isinstance(module, PerClassHead):
@@ -115,11 +162,11 @@ def _shard(head: PerClassHead, mesh: DeviceMesh, seed: int) -> None:
 
 @torch.no_grad()
 def _draw(head: PerClassHead, name: str, local: Tensor, start: int, seed: tuple[int, int]) -> None:
-    """Fill the parameter of the classes from `start` on, a block of classes at a time."""
+    """Initialise the parameter of the classes from `start` on, one block of classes at a time."""
     stop = start + len(local)
     generator = torch.Generator(local.device)
     for first in range(start - start % BLOCK, stop, BLOCK):
-        # Two blocks have seeds that differ in many bits, or the generators of some devices would start alike.
+        # Seeds must differ in many bits, because generators of some devices start alike for similar seeds.
         generator.manual_seed(_mixed(seed[0], seed[1], first // BLOCK))
         count = min(BLOCK, head.num_classes - first)
         block = head.draw_classes(name, first, count, generator)
@@ -128,7 +175,7 @@ def _draw(head: PerClassHead, name: str, local: Tensor, start: int, seed: tuple[
 
 
 def _mixed(*numbers: int) -> int:
-    """One number of 63 bits from several (the finalizer of SplitMix64, once for each)."""
+    """Hash several integers to one of 63 bits, by the finalizer of SplitMix64."""
     state, mask = 0, 2**64 - 1
     for number in numbers:
         state = (state + number * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & mask
@@ -140,7 +187,7 @@ def _mixed(*numbers: int) -> int:
 
 @torch.no_grad()
 def _create_the_rest(head: Head, device: Any) -> None:
-    """Create what else is on the meta device: batch statistics, and a scale that is learned."""
+    """Initialise what else is on the meta device: batch statistics, counters and a learnable scale."""
     if head.batch_norm is not None and any(buffer.is_meta for buffer in head.batch_norm.buffers()):
         head.batch_norm.to_empty(device=device)
         head.batch_norm.reset_parameters()  # type: ignore[operator]
@@ -154,7 +201,7 @@ def _create_the_rest(head: Head, device: Any) -> None:
 
 
 def _divide_what_is_loaded(head: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let a state dict that holds whole weights be loaded: of each, the classes of this process."""
+    """Replace whole weights in a state_dict by this process's shards, so that a sharded head can load them."""
     for name in head.class_names:  # type: ignore[union-attr]
         p, value = getattr(head, str(name)), state_dict.get(f"{prefix}{name}")
         if isinstance(value, Tensor) and not shards.is_distributed(value) and p is not None and value.shape == p.shape:

@@ -1,8 +1,8 @@
-"""The state of a model on many ranks: all of them save it in parallel, and any number of them loads it.
+"""The state of a model on many ranks: all ranks save it in parallel, and any number of ranks can load it.
 
-Tensors lie in safetensors files, which torch's distributed checkpoint (DCP) writes and reads: each rank writes its
-shards, and reads what it needs of all. DCP's own format is not used: it unpickles. `grassy.distributed.saves` has the
-folders and their checks, `grassy.distributed.named_tensors` the names of the tensors.
+torch's distributed checkpoint (DCP) writes and reads the tensors in safetensors files. Each rank writes its shards and
+reads what it needs. DCP's own format is not used, because it unpickles. `grassy.distributed.saves` handles the folders
+and their checks, `grassy.distributed.named_tensors` the names of the tensors.
 """
 
 import contextlib
@@ -44,14 +44,26 @@ def save_state(
     own: Mapping[str, Tensor] | None = None,
     keep: int = 1,
 ) -> Path:
-    """Write the state of a run as a new save in `folder`, whole or not at all, and return its path.
+    """Save the state of a run atomically in a new subfolder of `folder`. All ranks must call it together.
 
-    All ranks call it. Parameters may be DTensors, or the same on all ranks; the optimizer's state goes by their names.
+    Parameters may be DTensors, or equal on all ranks. The state of the optimizer is stored by parameter name.
 
-    plain: what JSON can hold; rank 0's is written.
-    average: another model to save, such as a moving average of the weights.
-    own: tensors that each rank has its own values of. They are restored on the same number of ranks only.
-    keep: so many saves stay, at least this one; older ones are removed once this one is whole.
+    Args:
+        folder: Folder of the saves.
+        model: The model, wrapped or not.
+        optimizer: Its optimizer.
+        plain: Other values, which must be valid JSON. Those of rank 0 are stored.
+        average: A second model to save, such as an `AveragedModel`.
+        own: Tensors with different values on each rank. They can be restored on the same number of ranks only.
+        keep: How many saves to keep, including this one. Older ones are removed after this one is complete.
+
+    Returns:
+        The path of the save.
+
+    Raises:
+        ValueError: If `keep` is invalid or a tensor has an unsupported dtype.
+        TypeError: If `plain` is not valid JSON.
+        OSError: If the save could not be written.
     """
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
         raise ValueError(f"keep must be an integer of at least 1, got {keep!r}")
@@ -66,7 +78,7 @@ def save_state(
 
 
 def save_tensors(folder: Path, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], keep: int = 1) -> Path:
-    """Write tensors, sharded or the same on all ranks, and what JSON can hold, as a new save in `folder`."""
+    """Write tensors, sharded or equal on all ranks, and JSON values as a new save in `folder`."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -74,7 +86,7 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor], plain: Mapping[str
     shapes = everywhere(lambda: dtypes_and_shapes(tensors))
     content = {"format": FORMAT, "ranks": world_size(), "tensors": shapes, **plain}
     target, part = on_rank_0(lambda: begin(folder, content))
-    # safetensors builds a file in memory first: a file for each kind of tensors needs less of it than one for all.
+    # safetensors builds a file in memory first, so one file per kind of tensor needs less memory than one for all.
     kinds = sorted({kind_of(name) for name in tensors})
     places = {name: 1 + kinds.index(kind_of(name)) for name in tensors}
     try:
@@ -98,12 +110,21 @@ def load_state(
     average: nn.Module | None = None,
     own: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Load the newest save in `folder`, or the save that it is, in place, and return what was plain.
+    """Load the newest save in `folder` in place. All ranks must call it together, and their number may differ.
 
-    own: tensors to restore on the same number of ranks; without it, those of the save are left unread.
+    Args:
+        folder: Folder of the saves, or one save.
+        model: The model, wrapped or not.
+        optimizer: Its optimizer. None ignores the saved state.
+        average: The second model of the save.
+        own: Tensors to restore if the number of ranks is the same. None ignores those of the save.
 
-    All ranks call it, as many as they like. A ValueError, on all of them, if files are damaged, missing or not of this
-    save, or if they are of another model; then nothing is loaded.
+    Returns:
+        The `plain` values of the save.
+
+    Raises:
+        ValueError: If a file is damaged, missing or foreign, or the save is of another model. It is raised on all
+            ranks, and nothing is loaded.
     """
     saved = open_state(Path(folder))
     tensors = {**model_tensors("model", model), **model_tensors("average", average)}
@@ -127,7 +148,7 @@ def load_state(
 
 
 def load_tensors(saved: Saved, tensors: Mapping[str, Tensor], alone: bool = False) -> None:
-    """Fill tensors, sharded or not, with those of the same names. alone: this process, whatever others do."""
+    """Fill tensors, sharded or not, with the saved ones. With `alone`, only this process does so."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
@@ -146,7 +167,7 @@ def load_tensors(saved: Saved, tensors: Mapping[str, Tensor], alone: bool = Fals
 
 
 def read_tensors(saved: Saved, prefix: str) -> dict[str, Tensor]:
-    """The whole tensors of one kind, in the memory of this process, by their names without the prefix."""
+    """Read the whole tensors of one kind in this process, by their names without the prefix."""
     names = {name: name.removeprefix(f"{prefix}.") for name in saved.tensors if name.startswith(f"{prefix}.")}
     tensors = {name: torch.empty(saved.tensors[name][1], dtype=saved.tensors[name][0]) for name in names}
     load_tensors(saved, tensors, alone=True)
@@ -154,7 +175,7 @@ def read_tensors(saved: Saved, prefix: str) -> dict[str, Tensor]:
 
 
 def _check_options(saved: Saved, tensors: Mapping[str, Tensor]) -> None:
-    """Raise a ValueError if a head has other options that change its logits: they are tensors of its state."""
+    """Raise ValueError if the saved options of a head would change its logits."""
     own = {name: tensor for name, tensor in tensors.items() if name.endswith(f".{KEY}")}
     found = {name: torch.empty(saved.tensors[name][1], dtype=saved.tensors[name][0]) for name in own}
     load_tensors(saved, found)
@@ -165,14 +186,14 @@ def _check_options(saved: Saved, tensors: Mapping[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def _in_one_sentence(what: str) -> Iterator[None]:
-    """DCP tells all ranks of an error on one, with a traceback of many lines."""
+    """Turn an error of DCP, with a long traceback for all ranks, into one sentence."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield
     except CheckpointException as error:
         rank, (first, _) = next(iter(error.failures.items()))
-        if isinstance(first, RuntimeError):  # of a rank that cannot be reached
+        if isinstance(first, RuntimeError):  # a rank cannot be reached
             raise first from None
         kind = OSError if isinstance(first, OSError) else ValueError
         raise kind(f"{what}: on rank {rank}, {one_line(first)}") from None
@@ -182,7 +203,7 @@ def _in_one_sentence(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """DCP warns of a process that is alone, and of an empty folder that it may write to."""
+    """Suppress DCP's warnings about a single process and about an existing folder."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""The rest of a model beside a sharded head: replicated by DDP, or divided by FSDP2."""
+"""Wrap the rest of a model with a sharded head: replicated by DDP, or sharded by FSDP2."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,15 +12,22 @@ from grassy.distributed.sharding import sharded_parameters
 
 
 def wrap(model: nn.Module, mesh: DeviceMesh, fsdp: bool | Iterable[nn.Module] = False, **options: Any) -> nn.Module:
-    """The model for training in all processes of the mesh, whose shards of classes are left to the head.
+    """Wrap a model for training in all processes of a mesh. Sharded heads are left as they are.
 
-    fsdp: False replicates the rest of the model in each process by `DistributedDataParallel`; True divides it by
-        `fully_shard` (FSDP2), each block of layers for itself; or the blocks to divide, from the inner ones outwards.
-        FSDP2 changes the model in place.
-    options: those of `DistributedDataParallel` or `fully_shard`.
+    Create the optimizer afterwards.
 
-    Make the optimizer afterwards. If nothing but shards is trained, there is nothing to average, and the model itself
-    is returned.
+    Args:
+        model: The model, after `shard_head`.
+        mesh: The mesh of `shard_head`.
+        fsdp: False replicates the rest of the model by `DistributedDataParallel`. True shards it by `fully_shard`
+            (FSDP2), one block of layers at a time, in place. Or the blocks to shard, inner ones first.
+        **options: Options of `DistributedDataParallel` or `fully_shard`.
+
+    Returns:
+        The wrapped model. It is the model itself with FSDP2, and if only sharded parameters are trained.
+
+    Raises:
+        ValueError: If FSDP2 would have to shard a scalar parameter, or a block contains the sharded head.
     """
     shards = sharded_parameters(model)
     if isinstance(fsdp, bool) and not fsdp:
@@ -29,7 +36,7 @@ def wrap(model: nn.Module, mesh: DeviceMesh, fsdp: bool | Iterable[nn.Module] = 
 
     if scalars := [name for name, p in model.named_parameters() if p.ndim == 0]:
         raise ValueError(
-            f"fsdp cannot divide {scalars[0]}, which is one number: use fsdp=False, or a head that does not learn its "
+            f"fsdp cannot shard {scalars[0]}, which is a scalar: use fsdp=False, or a head that does not learn its "
             "scale (learnable_gamma=False, learnable_scale=False)"
         )
     ignored = set(shards.values())
@@ -42,7 +49,7 @@ def wrap(model: nn.Module, mesh: DeviceMesh, fsdp: bool | Iterable[nn.Module] = 
 
 
 def _replicated(model: nn.Module, mesh: DeviceMesh, names: list[str], options: dict[str, Any]) -> nn.Module:
-    # DDP looks for ".weight" if the head is the model itself.
+    # If the head is the model itself, DDP calls its weight ".weight".
     ignored = [*names, *(f".{name}" for name in names if "." not in name)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     if not any(p.requires_grad for name, p in model.named_parameters() if name not in names):
@@ -53,7 +60,7 @@ def _replicated(model: nn.Module, mesh: DeviceMesh, names: list[str], options: d
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of the outermost lists of layers, as transformers and residual networks have them."""
+    """Return the members of the outermost lists of layers, such as the blocks of a transformer."""
     ignored = {id(p) for p in sharded_parameters(model).values()}
     found = []
     for child in model.children():

@@ -23,7 +23,7 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 class LossRequest:
     """What `grassy.classification_loss` passes to a head for one forward pass of the model.
 
-    Attributes:
+    Args:
         target: Class indices or probabilities.
         criterion: A callable `criterion(logits, target)`.
         alone: Whether the model has a single head. A model with several may average their logits.
