@@ -1,4 +1,4 @@
-"""Every code block of the README and the docs runs; every command named there exists."""
+"""Every code block of the README and the docs runs; every command named there exists. For links, see test_site.py."""
 
 import os
 import re
@@ -30,17 +30,13 @@ def test_the_python_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
             exec(compile(block, str(page), "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_make_targets_and_files_that_a_page_names_exist(page):
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")], ids=lambda page: page.name)
+def test_the_make_targets_that_a_page_names_exist(page):
     targets = {t for block in blocks(page, "bash") for t in re.findall(r"^make (\S+)", block, re.MULTILINE)}
     for target in targets:
         subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True)
-    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()) if "://" not in link]
-    for link in links:
-        assert (page.parent / link).exists(), link
     if page.name == "README.md":
         assert {"demo", "test"} <= targets
-        assert len(links) > 3
 
 
 @pytest.mark.slow
