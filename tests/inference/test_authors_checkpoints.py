@@ -185,8 +185,8 @@ def test_weights_that_fit_several_rows_of_the_paper_need_its_name(k, rows, check
     assert main(["import", str(file), "--output", str(folder)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "say which row it is by --recipe, of " in error
-    names = error.split("by --recipe, of ")[1].strip().split(", ")
+    assert "give its row as --recipe, one of " in error
+    names = error.split("as --recipe, one of ")[1].strip().split(", ")
     assert len(names) == rows
     if k == 8:
         assert {"resnet50d-grassmann", "resnet50d-rsb-a1-grassmann", "resnet50d-rsb-a3-grassmann-fixres"} < set(names)
@@ -201,7 +201,7 @@ def test_weights_that_fit_several_rows_of_the_paper_need_its_name(k, rows, check
 
 def test_an_import_does_not_write_over_other_files(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds other files: name a new folder"):
+    with pytest.raises(ValueError, match="holds other files: give a new folder"):
         import_checkpoint(tmp_path / "missing.pth", tmp_path)
 
 
@@ -219,7 +219,7 @@ def test_the_test_sizes_are_those_of_the_authors_configurations():
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        ({"fc.weight": torch.zeros(2, 2)}, "has not the names of mmpretrain"),
+        ({"fc.weight": torch.zeros(2, 2)}, "does not have mmpretrain's names"),
         ({"backbone.blocks.0.weight": torch.zeros(2), "head.fc.weight": torch.zeros(2)}, "holds another network than"),
         (
             {"backbone.stem.0.conv.weight": torch.zeros(2), "head.fc.weight": torch.zeros(7, 2)},

@@ -65,7 +65,7 @@ def test_weights_that_were_not_downloaded_to_their_end_are_named(tmp_path, monke
     file.parent.mkdir(parents=True)
     file.write_bytes(bytes(range(1, 200)))
     with pytest.raises(
-        ValueError, match=r"its weights cannot be read .* If .*resnet18-f37072fd\.pth was not downloaded"
+        ValueError, match=r"its weights cannot be read .* If the download of .*resnet18-f37072fd\.pth was interr"
     ):
         open_model("torchvision/resnet18")
 
@@ -73,11 +73,11 @@ def test_weights_that_were_not_downloaded_to_their_end_are_named(tmp_path, monke
 def test_unknown_models_are_named():
     for name, message in [
         ("timm/resnet81", "timm has no model 'resnet81', did you mean"),
-        ("torchvision/resnet51", "torchvision has no classifier of images 'resnet51', did you mean"),
+        ("torchvision/resnet51", "torchvision has no image classifier 'resnet51', did you mean"),
         ("nowhere/run", "no checkpoint nowhere/run"),
         ("timm/resnet18.nonsense", "timm/resnet18.nonsense: Invalid pretrained tag"),
         ("timm/test_vit4", "timm/test_vit4: "),
-        ("torchvision/deeplabv3_resnet50", "torchvision has no classifier of images"),
+        ("torchvision/deeplabv3_resnet50", "torchvision has no image classifier"),
     ]:
         with pytest.raises(ValueError, match=message):
             open_model(name)

@@ -88,7 +88,10 @@ def test_validation_without_memory_is_one_line(checkpoint, monkeypatch, capsys):
     monkeypatch.setattr("grassy.inference.validate.evaluate", full)
     words = ["validate", "--checkpoint", str(checkpoint), "--dataset", "digits", "--device", "cpu"]
     assert main(words) == 2
-    assert capsys.readouterr().err == "grassy: error: cpu has no memory for batches of this size: give a smaller one\n"
+    assert (
+        capsys.readouterr().err
+        == "grassy: error: cpu ran out of memory with batches of this size: give a smaller --batch-size\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["meta", "mps", "xpu", "vulkan"])

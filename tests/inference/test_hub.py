@@ -94,7 +94,7 @@ def test_adapters_of_peft_come_back_by_peft_and_by_grassy_and_merged(tmp_path):
     by_peft = peft.PeftModel.from_pretrained(grassy.load(tmp_path / "base"), tmp_path / "adapters").eval()
     assert torch.equal(logits(by_peft, inputs_of("bert")), expected)
     assert torch.equal(logits(grassy.load(tmp_path / "adapters"), inputs_of("bert")), expected)
-    with pytest.raises(ValueError, match=r"has adapters of PEFT: save model\.merge_and_unload"):
+    with pytest.raises(ValueError, match=r"has PEFT adapters: save model\.merge_and_unload"):
         grassy.save(model, tmp_path / "merged")
     merged = model.merge_and_unload()
     grassy.save(merged, tmp_path / "merged")
@@ -107,7 +107,7 @@ def test_adapters_for_a_model_that_describes_no_head_are_refused(tmp_path):
     model = T.BertForSequenceClassification.from_pretrained(tmp_path / "plain")
     grassy.replace_head(model, "grassmann", k=2)
     with_adapters(model).save_pretrained(tmp_path / "adapters")
-    with pytest.raises(ValueError, match="describes no head: replace the head of that model"):
+    with pytest.raises(ValueError, match="describes no head: replace that model's head"):
         grassy.load(tmp_path / "adapters")
 
 

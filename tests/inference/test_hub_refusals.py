@@ -126,7 +126,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"path must be a folder or end in \.safetensors, got .*model\.pt"):
         grassy.save(model, tmp_path / "model.pt")
     for path, options in (("model.safetensors", {}), ("folder", {"img_size": 32})):
-        with pytest.raises(ValueError, match="is a model of transformers: give a folder, and class_names"):
+        with pytest.raises(ValueError, match="is a transformers model: give a folder, and only class_names"):
             grassy.save(model, tmp_path / path, **options)
     with pytest.raises(ValueError, match="class_names has 1 names, but the head has 5 classes"):
         grassy.save(model, tmp_path / "folder", ["a"])
@@ -134,7 +134,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path):
         grassy.save(TRANSFORMERS["bert"](), tmp_path / "folder")
     (tmp_path / "file").write_text("")
     for each in (model, of_timm("test_resnet")):
-        with pytest.raises(ValueError, match="file is a file: name a folder"):
+        with pytest.raises(ValueError, match="file is a file: give a folder"):
             grassy.save(each, tmp_path / "file")
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
     grassy.save(model, tmp_path / "text")

@@ -183,7 +183,7 @@ def test_an_image_that_cannot_be_read_is_named_and_counted_and_the_others_go_on(
     assert "error: not an image that Pillow knows" in captured.out.splitlines()[1]
     assert write_predictions(found, tmp_path / "out.csv") == 4
     captured = capsys.readouterr()
-    assert captured.err.startswith(f"Saved {tmp_path / 'out.csv'}, predictions for 2 images\n")
+    assert captured.err.startswith(f"Saved {tmp_path / 'out.csv'} with predictions for 2 images\n")
     assert captured.err.count("\n") == 7
     assert f"  {images / 'b/3.png'}: " in captured.err
 
@@ -193,7 +193,7 @@ def test_an_image_that_cannot_be_read_is_named_and_counted_and_the_others_go_on(
     [
         ({"paths": ["missing.png"]}, "there is no image or folder .*missing.png"),
         ({"paths": ["empty"]}, r"empty holds no images \(.avif, .bmp, .*, .webp\)"),
-        ({"paths": []}, "of which images"),
+        ({"paths": []}, "which images"),
         ({"topk": 0}, "topk must be at least 1, got 0"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"device": "gpu"}, "unknown device 'gpu'"),
@@ -311,7 +311,7 @@ def test_another_suffix_or_a_folder_is_refused_before_the_work(tmp_path, name):
         raise AssertionError("worked")
         yield
 
-    with pytest.raises(ValueError, match=rf"to .csv or .jsonl files, got '.*{name}'|{name} is a folder"):
+    with pytest.raises(ValueError, match=rf"must be a .csv or .jsonl file, got '.*{name}'|{name} is a folder"):
         write_predictions(work(), tmp_path / name)
     assert [path.name for path in tmp_path.rglob("*")] == ["folder.csv"]
 

@@ -124,7 +124,7 @@ def test_options_of_the_model_must_be_given_and_are_kept(tmp_path):
     with pytest.raises(ValueError, match=r"other weights than timm's vit_tiny_patch16_224 .*pass model_kwargs="):
         grassy.save(model, file)
     assert not file.exists()
-    with pytest.raises(ValueError, match=r"the model does not take images of 224 pixels .*: pass img_size="):
+    with pytest.raises(ValueError, match=r"the model does not accept images of 224 pixels .*: pass img_size="):
         grassy.save(model, file, model_kwargs=options)
     grassy.save(model, file, img_size=32, model_kwargs=options)
     again = grassy.load(file)
@@ -145,7 +145,7 @@ def test_models_that_timm_did_not_build_need_a_name(tmp_path):
     with pytest.raises(ValueError, match=r"ResNet has no head of grassy's: call grassy.replace_head"):
         grassy.save(model, file)
     grassy.replace_head(model, "grassmann", k=2)
-    with pytest.raises(ValueError, match=r"architecture of ResNet: pass the name of a timm model, such as"):
+    with pytest.raises(ValueError, match=r"architecture of ResNet is unknown: pass the name of a timm model, such as"):
         grassy.save(model, file)
     with pytest.raises(ValueError, match="timm has no model 'resnet-18'"):
         grassy.save(model, file, architecture="resnet-18")

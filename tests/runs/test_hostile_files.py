@@ -299,7 +299,7 @@ def test_a_description_that_is_no_description_is_refused(tmp_path, tensors, text
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e4m3fn])
 def test_weights_of_a_strange_kind_are_refused(checkpoint, tensors, dtype):
     strange = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    with pytest.raises(ValueError, match="which is no kind of weights"):
+    with pytest.raises(ValueError, match="which is no dtype of weights"):
         grassy.load(checkpoint(strange))
 
 

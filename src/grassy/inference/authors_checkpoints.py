@@ -1,8 +1,8 @@
-"""The checkpoints that the paper's authors released, as models of timm: `grassy import`.
+"""`grassy import`: convert the checkpoints that the paper's authors released into timm models.
 
-They are files of mmengine with the names of mmpretrain. Some things are more than a change of names: VGG's linear
-layers are convolutions in timm, Swin merges patches in another order of channels and counts a downsampling to the stage
-before it, and DeiT3 may need its first norm in both places (see `_deit3`).
+They are mmengine files with mmpretrain's names. Some layers need more than a new name. VGG's linear layers are
+convolutions in timm. Swin merges patches in another channel order and counts a downsampling to the preceding stage.
+DeiT3 may need its first norm in both places (see `_deit3`).
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from grassy.runs.weights import Description
 
 Tensors = dict[str, Tensor]
 CLASSES = 1000  # of ImageNet-1K
-#: Where the classifier may be, by the prefix of its weight.
+#: Prefixes that the classifier's weight may have.
 CLASSIFIERS = ("head.fc.", "head.layers.head.", "backbone.classifier.6.")
 KNOWN = "ResNet50-D, ResNet101-D, ResNet152-D, VGG13-BN, Swin-T and DeiT3-S"
 
@@ -37,9 +37,9 @@ class Converted(NamedTuple):
 
 
 def import_checkpoint(path: Path, folder: Path, recipe_name: str | None = None) -> str:
-    """Write a released checkpoint into a folder for the hub, and return what it is, in words.
+    """Write a released checkpoint to a folder for the Hub, and return a line that describes it.
 
-    recipe_name: the row of the paper. It must be given where the weights of several rows look alike.
+    recipe_name: the row of the paper. It is required if the weights fit several rows.
     """
     check_folder(folder)
     found = convert(read_tensors(path))
@@ -70,13 +70,13 @@ def import_checkpoint(path: Path, folder: Path, recipe_name: str | None = None) 
 
 
 def _only_row(found: Converted) -> str:
-    """The one row of the paper that weights fit: test images are prepared and figures reported by row."""
+    """The one row of the paper that the weights fit. Preprocessing and reported results depend on the row."""
     own = [name for name in recipe_names() if name.startswith(f"{found.architecture}-")]
     rows = [name for name in own if (recipe := load_recipe(name)).paper and _fits(recipe, name, found)]
     if not rows:
-        raise ValueError(f"the checkpoint holds {_held(found)}, no row of the paper's")
+        raise ValueError(f"the checkpoint holds {_held(found)}, which is no row of the paper")
     if len(rows) > 1:
-        raise ValueError(f"the checkpoint holds {_held(found)}: say which row it is by --recipe, of {', '.join(rows)}")
+        raise ValueError(f"the checkpoint holds {_held(found)}: give its row as --recipe, one of {', '.join(rows)}")
     return rows[0]
 
 
@@ -98,7 +98,7 @@ def _check_recipe(recipe: Recipe, name: str, found: Converted) -> None:
 
 
 def _class_names() -> list[str]:
-    """The folders of ImageNet-1K in the order of the labels."""
+    """The class folders of ImageNet-1K in the order of the labels."""
     import_timm()
     from timm.data import ImageNetInfo
 
@@ -106,7 +106,7 @@ def _class_names() -> list[str]:
 
 
 def convert(state: Mapping[str, Tensor], classes: int = CLASSES) -> Converted:
-    """Weights with the names of mmpretrain, as those of a timm model with a head; a ValueError if they are unknown."""
+    """Convert weights with mmpretrain's names to those of a timm model; a ValueError for an unknown network."""
     state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
     prefix = next((each for each in CLASSIFIERS if f"{each}weight" in state), None)
     body = {
@@ -115,7 +115,7 @@ def convert(state: Mapping[str, Tensor], classes: int = CLASSES) -> Converted:
         if name.startswith("backbone.") and not (prefix and name.startswith(prefix))
     }
     if prefix is None or not body:
-        raise ValueError(f"the checkpoint has not the names of mmpretrain: it must hold one of {KNOWN}")
+        raise ValueError(f"the checkpoint does not have mmpretrain's names: it must hold one of {KNOWN}")
     if "stem.0.conv.weight" in body:
         weights, classifier, architecture = _resnet_d(body), "fc.", _depth_of_resnet(body)
     elif "features.0.conv.weight" in body:
@@ -136,7 +136,7 @@ def convert(state: Mapping[str, Tensor], classes: int = CLASSES) -> Converted:
 
 
 def _renamed(body: Mapping[str, Tensor], *patterns: tuple[str, str]) -> Tensors:
-    """Tensors under names in which the first pattern that fits is replaced; other names stay."""
+    """Rename tensors: replace the first pattern that matches a name; other names stay."""
     renamed = {}
     for name, tensor in body.items():
         for pattern, replacement in patterns:
@@ -149,7 +149,7 @@ def _renamed(body: Mapping[str, Tensor], *patterns: tuple[str, str]) -> Tensors:
 
 
 def _resnet_d(body: Tensors) -> Tensors:
-    # Without a pooling first, theirs begins at 0; timm has an identity in its place.
+    # Without pooling, mmpretrain's indices start at 0; timm has an identity at that index.
     shifted = {
         re.sub(r"downsample\.(\d)", lambda found: f"downsample.{int(found[1]) + 1}", name)
         if f"{name.split('.downsample.')[0]}.downsample.0.weight" in body
@@ -175,7 +175,7 @@ def _depth_of_resnet(body: Mapping[str, Tensor]) -> str:
 
 
 def _vgg(body: Tensors) -> Tensors:
-    """theirs: one module for convolution, norm and activation, or for a pooling; timm has one place for each."""
+    """Renumber: mmpretrain has one index for convolution, norm and activation together, timm one for each."""
     convolutions = {int(name.split(".")[1]) for name in body if name.startswith("features.")}
     place, places = 0, {}
     for number in range(max(convolutions) + 1):
@@ -211,14 +211,16 @@ def _swin(body: Tensors) -> Tensors:
 
 
 def _merged_as_timm_does(tensor: Tensor) -> Tensor:
-    """Reorder the last axis from (channel, row, column), of nn.Unfold, to (column, row, channel) of timm's merging."""
+    """Reorder the last axis from nn.Unfold's (channel, row, column) to timm's (column, row, channel)."""
     patches = tensor.unflatten(-1, (-1, 2, 2))
     return patches.movedim((-1, -2, -3), (-3, -2, -1)).flatten(-3)
 
 
 def _deit3(body: Tensors) -> Tensors:
-    """Since March 2023 mmpretrain applies the first norm of a layer twice and never the second, which then has never
-    been trained: scale exactly 1 and shift exactly 0. In such weights the first belongs in both places.
+    """Rename, and copy the first norm of each layer over an untrained second one.
+
+    Since March 2023 mmpretrain applies the first norm twice and never the second. The second then keeps its initial
+    values, scale exactly 1 and shift exactly 0.
     """
     seconds = {name: tensor for name, tensor in body.items() if re.match(r"layers\.\d+\.ln2\.", name)}
     if all(bool((tensor == float(name.endswith("weight"))).all()) for name, tensor in seconds.items()):

@@ -1,4 +1,4 @@
-"""How much of its subspace a class uses, summed up while a model looks at labelled images anyway.
+"""Effective rank: how many directions of its subspace a class uses, accumulated during a forward pass.
 
 Shapes: B batch, C classes, K subspace dimension, N feature dimension.
 """
@@ -14,21 +14,21 @@ from grassy.heads import GrassmannHead, heads_of
 from grassy.kernels import unit
 from grassy.shards import is_distributed
 
-#: So many features at a time meet the bases of their classes, which are copied for each of them.
+#: Features per chunk. Each feature needs a copy of its class's basis, so this bounds the memory.
 ROWS = 64
 
 
 class SubspaceUse:
-    """Sums of t tᵀ, (C, K, K), over the samples of each class, t = W_c x̂ their coordinates in their own subspace.
+    """Sums of t tᵀ (C, K, K) over the samples of each class, with t = W_c x̂ the coordinates in the class's subspace.
 
-    Used around the forward passes: `with SubspaceUse(model) as use: ...; use.add(labels)` after each of them. It takes
-    the features that reach the Grassmann head, prepared as the head does (standardised, if it does that). A model
-    without one, or whose features are maps, has no effective rank.
+    Usage: `with SubspaceUse(model) as use:`, then `use.add(labels)` after each forward pass. A hook records the
+    features that reach the Grassmann head and prepares them as the head does, with its standardisation. A model without
+    such a head, or with a head on feature maps, has no effective rank.
     """
 
     def __init__(self, model: nn.Module) -> None:
         found = [head for head in heads_of(model) if isinstance(head, GrassmannHead) and head.subspace_names]
-        # Of a weight that is divided over processes, no process could say it for the images that it sees.
+        # With a sharded weight, a process lacks most bases of the classes that it sees.
         self.head = found[0] if found and not is_distributed(found[0].weight) else None
         self.features: Tensor | None = None
         self.moments: Tensor | None = None
@@ -49,7 +49,7 @@ class SubspaceUse:
 
     @torch.no_grad()
     def add(self, labels: Tensor) -> None:
-        """Count the features of the last forward pass; a negative label stands for an image that was not read."""
+        """Add the features of the last forward pass. A negative label marks an image that could not be read."""
         features, self.features = self.features, None
         if self.head is None or self.moments is None or features is None or features.ndim != 2:
             return
@@ -61,15 +61,15 @@ class SubspaceUse:
             self.moments.index_add_(0, own, coordinates.unsqueeze(-1) * coordinates.unsqueeze(-2))
 
     def effective_rank(self, sharded: bool = False) -> float | None:
-        """The mean over classes with images of the effective rank, that of `analysis.class_effective_ranks`.
+        """Mean effective rank over the classes with images, as `analysis.class_effective_ranks` defines it.
 
-        sharded: each process has seen its own images; the rank is that of all. None if there is nothing to measure.
+        sharded: each process has seen its own images; the mean covers all of them. None if there is nothing to measure.
         """
         if self.moments is None:
             return None
         moments = distributed.summed(self.moments) if sharded else self.moments
-        if not bool(moments.isfinite().all()):  # of a model that has diverged, which its loss will tell
+        if not bool(moments.isfinite().all()):  # the model has diverged, which the loss reports
             return None
         ranks = effective_rank_of_moments(moments.cpu())
-        ranks = ranks[ranks > 0]  # of classes with images
+        ranks = ranks[ranks > 0]  # classes with images
         return float(ranks.mean()) if len(ranks) else None

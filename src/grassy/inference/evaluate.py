@@ -1,4 +1,4 @@
-"""Accuracy of a model on a set of labelled images."""
+"""Loss and accuracy of a model on labelled images."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -19,10 +19,12 @@ from grassy.runs.schema import finite
 
 @dataclass(frozen=True)
 class Metrics:
-    """Mean cross-entropy of the logits, and accuracies in percent, over so many images.
+    """Mean cross-entropy of the logits, and accuracies in percent.
 
-    effective_rank: how many directions of its subspace a class uses, in the mean; None without subspaces.
-    outlier_threshold: the outlier score that one in twenty of the images is above; None if they have no scores.
+    images: the number of images that these are measured on.
+    effective_rank: the number of directions of its subspace that a class uses, averaged over classes; None without
+        subspaces.
+    outlier_threshold: the outlier score that 5 % of the images exceed; None without scores.
     """
 
     loss: float
@@ -33,7 +35,7 @@ class Metrics:
     outlier_threshold: float | None = None
 
     def to_dict(self) -> dict[str, float | None]:
-        """For JSON: a loss that is not finite is None."""
+        """A dictionary for JSON, without the fields that are None. A loss that is not finite becomes None."""
         return {name: finite(value) for name, value in asdict(self).items() if value is not None}
 
 
@@ -46,9 +48,9 @@ def evaluate(
     amp_dtype: torch.dtype | None = None,
     sharded: bool = False,
 ) -> tuple[Metrics, list[Failure]]:
-    """Metrics of a model, in eval mode, and the images that could not be read, which do not count.
+    """Metrics of a model in eval mode, and the images that could not be read, which are not counted.
 
-    sharded: each process of the run has its own batches; the metrics are those of all.
+    sharded: each process has its own batches; the metrics cover all of them.
     """
     was_training = [module.training for module in model.modules()]
     model.eval()
@@ -58,7 +60,7 @@ def evaluate(
     with SubspaceUse(model) as use, OutlierScores(model) as outliers:
         for batch in in_step(batches, sharded, device):
             failures += batch.failures
-            if not batch.images.numel():  # not one that would tell how large its images are
+            if not batch.images.numel():  # no image could be read anywhere, so the image size is unknown
                 continue
             images, labels = prepare(batch.images.to(device), batch.labels.to(device))
             with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
@@ -84,10 +86,10 @@ def evaluate(
 
 
 def judged(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy (B,) of each image, and whether its label is the first, second ... of the best (B, up to 5).
+    """Cross-entropy (B,) of each image, and whether its label is the first, second, ... prediction (B, up to 5).
 
-    A label of -1 stands for no image. If the classes of a head are divided over processes, nobody has all logits: the
-    head tells both itself, in the place of its logits.
+    A label of -1 marks a blank image. If the head is sharded over processes, no process has all logits. The head then
+    returns losses and predictions instead of logits.
     """
     heads = [head for head in heads_of(model) if isinstance(head, PerClassHead) and head.is_sharded]
     known = labels.clamp_min(0)
@@ -96,9 +98,7 @@ def judged(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Te
         best = logits.topk(min(5, logits.shape[1])).indices
         return F.cross_entropy(logits, known, reduction="none"), best == labels[:, None]
     if len(heads) > 1:
-        raise ValueError(
-            f"{type(model).__name__} has {len(heads)} heads that are divided over processes: one is allowed"
-        )
+        raise ValueError(f"{type(model).__name__} has {len(heads)} heads sharded over processes: only one is allowed")
     head = heads[0]
 
     def answer(features: Tensor, target: Tensor | None = None) -> Tensor:
@@ -115,12 +115,12 @@ def judged(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Te
 
 
 def in_step(batches: Iterable[Batch], sharded: bool, device: torch.device) -> Iterator[Batch]:
-    """The same batches; a process that has no more, or none that could be read, gets blank images instead.
+    """The same batches, padded with blank images so that all processes run equally many forward passes of equal size.
 
-    So all processes make the same number of forward passes with the same number of images, whatever their share: a
-    model whose weights are divided needs all of them in each. Without an image anywhere, a batch has none either.
+    A model with sharded weights needs every process in each forward pass. A process without further images, or without
+    readable ones, therefore gets blank images. If no process has an image, the batch is empty.
 
-    sharded: each process of the run has its own batches.
+    sharded: each process has its own batches.
     """
     own = iter(batches)
     place = distributed.device_to_agree_on(device)

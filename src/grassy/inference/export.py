@@ -1,4 +1,4 @@
-"""A trained model as one file that runs without grassy: ONNX, or torch's own exported program."""
+"""Export a trained model as one file that runs without grassy: ONNX, or torch's own exported program."""
 
 import contextlib
 import io
@@ -25,11 +25,11 @@ from grassy.runs.weights import Description, read_description, weights_file
 from grassy.spelling import nearest
 
 FORMATS = (".onnx", ".pt2")
-#: How far the logits of the file may be from the model's, as a part of the largest logit.
+#: Largest allowed difference between the file's and the model's logits, relative to the largest logit.
 TOLERANCE = 1e-3
-#: What an .onnx file gives, in this order.
+#: The outputs of an .onnx file, in this order.
 OUTPUTS = ["logits", "outlier_score"]
-#: What the file says about the images it takes and the classes it knows.
+#: The fields of the description that an exported file holds.
 DESCRIBED = (
     *("model", "head", "num_classes", "class_names", "img_size", "crop_pct", "interpolation", "mean", "std"),
     *("outlier_threshold", "outlier_rate"),
@@ -43,36 +43,38 @@ def export(
     batch: int | str = "dynamic",
     opset: int | None = None,
 ) -> Path:
-    """Write the model of a checkpoint to an .onnx or .pt2 file, check the file against the model and print the result.
+    """Export a checkpoint to an .onnx or .pt2 file, compare the file with the model and print the difference.
 
-    Or, if `output` has no suffix, to a folder for the Hugging Face hub (see `grassy.save`).
+    An `output` without a suffix is a folder for the Hugging Face Hub (see `grassy.save`).
 
-    The file takes normalised "images" (B, 3, S, S) of float32 and gives "logits" (B, C). An .onnx file also gives
-    "outlier_score" (B,), if the model has one head on features. It holds, as JSON under the
-    name "grassy" (in .pt2 the extra file "grassy.json"), the class names and how images are prepared.
+    The file maps normalised float32 "images" (B, 3, S, S) to "logits" (B, C). An .onnx file also returns
+    "outlier_score" (B,), if the model has one head on features. The class names and the preprocessing are in the file
+    as JSON: in ONNX under the metadata key "grassy", in .pt2 as the extra file "grassy.json".
 
-    batch: "dynamic" for any number of images, or the one number that the file will take.
-    opset: of ONNX; None leaves it to torch.
+    batch: "dynamic" for any batch size, or the one batch size that the file will accept.
+    opset: the ONNX opset version; None for torch's default.
 
-    A file whose logits differ by more than `TOLERANCE` is not kept, and a ValueError says so. Weights beyond 1.5 GB do
-    not fit into the one file of ONNX and lie beside it in a file `.onnx.data`.
+    If the logits differ by more than `TOLERANCE`, the file is deleted and a ValueError is raised. ONNX stores weights
+    beyond 1.5 GB in a second file, `.onnx.data`.
     """
     output = Path(output)
     suffix = output.suffix.lower()
     to_folder = not suffix and (not output.is_dir() or is_folder_of_hub(output))
     if not suffix and not to_folder:
-        raise ValueError(f"{output} holds other files: name an .onnx or .pt2 file, or a new folder for the hub")
+        raise ValueError(f"{output} holds other files: give an .onnx or .pt2 file, or a new folder for the Hub")
     if suffix not in FORMATS and not to_folder:
         hint = nearest(suffix, FORMATS)
-        raise ValueError(f"models are exported to {' or '.join(FORMATS)} files, got {str(output)!r}{hint}")
+        raise ValueError(f"output must be an .onnx or .pt2 file, or a folder, got {str(output)!r}{hint}")
     if batch != "dynamic" and (not isinstance(batch, int) or batch < 1):
         raise ValueError(f"batch must be 'dynamic' or a positive integer, got {batch!r}")
     if opset is not None and suffix != ".onnx":
-        raise ValueError(f"opset is for .onnx files, not {suffix}")
+        raise ValueError(f"opset is for .onnx files, got output {str(output)!r}")
     if to_folder:
-        return publish(checkpoint, output)
+        publish(checkpoint, output)
+        print(f"Saved {output}, a folder for the Hugging Face Hub")
+        return output
     if output.is_dir():
-        raise ValueError(f"{output} is a folder: name the file to write")
+        raise ValueError(f"{output} is a folder: give the file to write")
     weights = weights_file(Path(checkpoint))
     description = read_description(weights)
     onnx = suffix == ".onnx"
@@ -83,14 +85,14 @@ def export(
     with _all_or_nothing(output) as file:
         run = _write_onnx(program, shapes, opset, text, file) if onnx else _write_pt2(program, text, file)
         if run is None:
-            print(f"{output} has not been checked: for that, pip install onnxruntime")
+            print(f"Saved {output}; to have it checked against the model, pip install onnxruntime")
         else:
             print(_check(model, run, (1, 3) if batch == "dynamic" else (int(batch),), description, output))
     return output
 
 
 class _Classifier(nn.Module):
-    """The model with an input that is called `images`, whatever its author called it; with outlier scores if it has."""
+    """The model with its input renamed to `images`, and with outlier scores if it has them."""
 
     def __init__(self, model: nn.Module, scored: bool) -> None:
         super().__init__()
@@ -110,38 +112,38 @@ def _traced(model: nn.Module, images: Tensor, shapes: dict[str, Any]) -> torch.e
     try:
         with _quiet(), torch.no_grad():
             program = torch.export.export(model, (images,), dynamic_shapes=shapes)
-    except Exception as error:  # of a dozen types, most of them private to torch
+    except Exception as error:  # a dozen types, most of them private to torch
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         advice = "; a fixed batch size may work" if shapes["images"] else ""
         raise ValueError(f"torch.export cannot trace this model: {reason}{advice}") from error
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in module.graph.nodes:
-                node.meta.pop("stack_trace", None)  # with the folders of this machine, which are nobody's business
+                node.meta.pop("stack_trace", None)  # it would publish paths of this machine
     return program
 
 
 def _write_onnx(
     program: torch.export.ExportedProgram, shapes: dict[str, Any], opset: int | None, text: str, file: Path
 ) -> Run | None:
-    """Write the file; a function that runs it, if there is an onnxruntime to do so."""
-    import onnxscript  # noqa: F401  (torch needs it, and would say so at length)
+    """Write the file. Return a function that runs it, or None without onnxruntime."""
+    import onnxscript  # noqa: F401  (torch needs it; here a missing package gives a short message)
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
     with _quiet():
         written: Any = torch.onnx.export(
             program,
             dynamo=True,
-            dynamic_shapes=shapes,  # for the name of the dimension
+            dynamic_shapes=shapes,  # names the dimension
             input_names=["images"],
             output_names=OUTPUTS[: len(program.graph_signature.user_outputs)],
             opset_version=opset,
             verbose=False,
         )
-        ClearMetadataAndDocStringPass()(written.model)  # a description of torch's graph at every node
+        ClearMetadataAndDocStringPass()(written.model)  # torch describes its graph at every node
     found = written.model.opset_imports[""]
     if opset not in (None, found):
-        raise ValueError(f"the model cannot be written in opset {opset} of ONNX, only in {found}")
+        raise ValueError(f"opset must be {found} for this model, got {opset}")
     written.model.metadata_props["grassy"] = text
     written.save(file)
     try:
@@ -149,14 +151,14 @@ def _write_onnx(
     except ModuleNotFoundError:
         return None
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors; it warns of what it optimises
+    options.log_severity_level = 3  # errors only: it warns about its own optimisations
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     return lambda images: tuple(map(torch.from_numpy, session.run(None, {"images": images.numpy()})))
 
 
 def _write_pt2(program: torch.export.ExportedProgram, text: str, file: Path) -> Run:
-    """Write the file; a function that runs it."""
-    memory = io.BytesIO()  # because torch, writing to a full disk itself, does not raise: it aborts the process
+    """Write the file. Return a function that runs it."""
+    memory = io.BytesIO()  # if torch itself wrote to a full disk, it would abort the process instead of raising
     with _quiet():
         torch.export.save(program, memory, extra_files={"grassy.json": text})
         file.write_bytes(memory.getbuffer())
@@ -164,21 +166,21 @@ def _write_pt2(program: torch.export.ExportedProgram, text: str, file: Path) -> 
 
 
 def _check(model: nn.Module, run: Run, batches: tuple[int, ...], description: Description, output: Path) -> str:
-    """How well file and model agree on random images; a ValueError if they do not."""
+    """Compare file and model on random images and describe the difference; a ValueError if it is too large."""
     difference, largest = 0.0, 0.0
     with torch.no_grad():
-        for batch in batches:  # not the one it was traced with
+        for batch in batches:  # other batch sizes than the traced one
             images = _images(batch, description)
             for expected, found in zip(_outputs(model(images)), _outputs(run(images)), strict=True):
                 if found.shape != expected.shape:
                     shapes = tuple(found.shape), tuple(expected.shape)
-                    raise ValueError(f"{output} gives {shapes[0]} where the model gives {shapes[1]}")
+                    raise ValueError(f"{output} returns shape {shapes[0]}, but the model returns {shapes[1]}")
                 difference = max(difference, float((found - expected).abs().max().nan_to_num(torch.inf)))
                 largest = max(largest, float(expected.abs().max()))
-    agreement = f"largest difference from the model {difference:.1e}, of logits up to {largest:.3g}"
+    agreement = f"its logits (up to {largest:.3g}) differ from the model's by at most {difference:.1e}"
     if not difference <= TOLERANCE * max(1.0, largest):
-        raise ValueError(f"{output} has not been kept: {agreement}, which is more than {TOLERANCE:g} of it")
-    return f"{output}: {agreement}"
+        raise ValueError(f"{output} has been deleted: {agreement}, more than the relative tolerance {TOLERANCE:g}")
+    return f"Saved {output}; {agreement}"
 
 
 def _outputs(value: Any) -> tuple[Tensor, ...]:
@@ -186,7 +188,7 @@ def _outputs(value: Any) -> tuple[Tensor, ...]:
 
 
 def _images(batch: int, description: Description) -> Tensor:
-    generator = torch.Generator().manual_seed(batch)  # and the caller's random numbers are left alone
+    generator = torch.Generator().manual_seed(batch)  # leaves the global random state alone
     return torch.randn(batch, 3, description.img_size, description.img_size, generator=generator)
 
 
@@ -195,9 +197,9 @@ def _images(batch: int, description: Description) -> Tensor:
 
 @contextlib.contextmanager
 def _all_or_nothing(output: Path) -> Iterator[Path]:
-    """A path to write to, under the right name but in a folder of its own, whose content comes out if all goes well.
+    """A path in a temporary folder to write to. Its files move beside `output` if no exception is raised.
 
-    A folder, and not another name beside it, because ONNX writes a second file when the weights are large.
+    A folder rather than a temporary name, because ONNX writes a second file when the weights are large.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -206,13 +208,13 @@ def _all_or_nothing(output: Path) -> Iterator[Path]:
             for part in sorted(Path(folder).iterdir(), reverse=True):  # x.onnx.data before x.onnx
                 with part.open("rb") as source:
                     write_atomically(output.parent / part.name, lambda file: shutil.copyfileobj(source, file))
-    except OSError as error:  # in the name of the file that was asked for
+    except OSError as error:  # report the user's file, not the temporary one
         raise OSError(error.errno, f"could not be written: {error.strerror or error}", str(output)) from error
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch and onnxscript have to say about their own insides."""
+    """Silence the messages of torch and onnxscript about their own internals."""
     loggers = [logging.getLogger(name) for name in ("torch.export", "torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

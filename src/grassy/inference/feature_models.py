@@ -1,4 +1,4 @@
-"""Models to take features from: a run of grassy's, or a model of timm or torchvision by its name."""
+"""Models to extract features from: a run, or a timm or torchvision model by name."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from grassy.spelling import nearest
 
 @dataclass(frozen=True)
 class FeatureModel:
-    """A model to take features from, and how it wants its images."""
+    """A model to extract features from, with its preprocessing."""
 
     name: str
     model: nn.Module
@@ -39,7 +39,7 @@ class FeatureModel:
 
 
 def open_model(source: str, device: torch.device | str = "cpu", pretrained: bool = True) -> FeatureModel:
-    """A run's folder or weights; or "timm/NAME" or "torchvision/NAME" with the weights that library has for it."""
+    """Open a run's folder or weights, or "timm/NAME" or "torchvision/NAME" with the library's pretrained weights."""
     library, slash, name = source.partition("/")
     if slash and library == "timm":
         return _from_timm(name, device, pretrained)
@@ -66,12 +66,12 @@ def _from_timm(name: str, device: torch.device | str, pretrained: bool) -> Featu
         raise ValueError(f"timm has no model {name!r}{nearest(name, timm.list_models())}")
     try:
         model = timm.create_model(name, pretrained=pretrained).eval().to(device)
-    except RuntimeError as error:  # no weights, or none under this tag
+    except RuntimeError as error:  # no pretrained weights, or none with this tag
         raise ValueError(f"timm/{name}: {' '.join(str(error).split())}") from None
     config = timm.data.resolve_model_data_config(model)
     height, width = config["input_size"][-2:]
     if height != width:
-        raise ValueError(f"timm/{name} takes images of {height}x{width}: only square ones can be prepared here")
+        raise ValueError(f"timm/{name} takes images of {height}x{width}: only square images are supported")
     return FeatureModel(
         f"timm/{name}",
         model,
@@ -89,9 +89,9 @@ def _from_torchvision(name: str, device: torch.device | str, pretrained: bool) -
     import_timm()
     from torchvision import models
 
-    known = models.list_models(module=models)  # those that classify images
+    known = models.list_models(module=models)  # image classifiers only
     if name not in known:
-        raise ValueError(f"torchvision has no classifier of images {name!r}{nearest(name, known)}")
+        raise ValueError(f"torchvision has no image classifier {name!r}{nearest(name, known)}")
     weights = getattr(models.get_model_weights(name), "DEFAULT", None)
     if weights is None:
         raise ValueError(f"torchvision has no weights for {name!r}")
@@ -100,8 +100,8 @@ def _from_torchvision(name: str, device: torch.device | str, pretrained: bool) -
     except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
         file = Path(torch.hub.get_dir()) / "checkpoints" / Path(weights.url).name
         raise ValueError(
-            f"torchvision/{name}: its weights cannot be read ({' '.join(str(error).split())[:80]}). If {file} was not "
-            "downloaded to its end, delete it"
+            f"torchvision/{name}: its weights cannot be read ({' '.join(str(error).split())[:80]}). If the download of "
+            f"{file} was interrupted, delete the file"
         ) from None
     model = model.eval().to(device)
     preset = weights.transforms()
@@ -125,7 +125,7 @@ def file_digest(path: Path) -> str:
 
 
 def _hash_of_tensors(model: nn.Module, name: str) -> str:
-    """Of a model by name, its weights, and their shapes: the same numbers in another model give other features."""
+    """A hash of the model's name, tensor shapes and weights: equal weights in another model give other features."""
     digest = hashlib.sha256(json.dumps([name, type(model).__qualname__]).encode())
     for path, tensor in model.state_dict().items():
         digest.update(json.dumps([path, str(tensor.dtype), list(tensor.shape)]).encode() + b"\n")

@@ -1,8 +1,8 @@
-"""Features of images: what a model hands to its classifier, kept on the disk so that they are computed once.
+"""Features of images: the inputs of a model's classifier, cached on disk.
 
-A file of features has the name of a key made from the model's weights, the images and how they are prepared: when one
-of them changes, another file is written. Features go to the disk batch by batch and are memory-mapped when read, so
-they need not fit in memory.
+The name of a cache file is a hash of the model's weights, the images and their preprocessing: if one of them changes,
+another file is written. Features are written batch by batch and memory-mapped when read, so they need not fit in
+memory.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ from grassy.models import import_timm
 from grassy.surgery import find_classifiers
 from grassy.terminal import bar
 
-FORMAT = "2"  # of the files; part of the key
-HEADER = 1024  # bytes, in which the description of three tensors fits
-STALE = 3600.0  # seconds after which a file that nobody writes to was left by a killed process
+FORMAT = "2"  # version of the files; part of the hash
+HEADER = 1024  # bytes, enough to describe three tensors
+STALE = 3600.0  # a temporary file unchanged for this many seconds was left by a killed process
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features (N, n) in float32, labels (N,), and what could not be read, which is not among them."""
+    """Features (N, n) in float32, labels (N,), and the images that could not be read, which have no features."""
 
     features: Tensor
     labels: Tensor
@@ -61,9 +61,9 @@ def extract(
 ) -> Features:
     """Features of all images, from the cache folder if they are there.
 
-    Images that could not be read are tried again: if one can be read by now, all features are computed anew.
+    Images that could not be read are tried again. If one of them can be read now, all features are recomputed.
 
-    progress: what to call the work in a bar on a terminal; "" for none.
+    progress: title of the progress bar; "" for no bar.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -96,7 +96,7 @@ def _batches(
     hooks = [_watch(layer, path, seen) for path, layer in _layers_to_watch(source).items()]
     try:
         for batch in loader:
-            if batch.blank == len(batch.labels):  # not one image to take the size from
+            if batch.blank == len(batch.labels):  # no readable image, so no image size
                 batch.images = torch.zeros(batch.blank, 3, source.img_size, source.img_size, dtype=torch.uint8)
             prepared, labels = prepare(batch.images.to(device), batch.labels.to(device))
             with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
@@ -121,13 +121,13 @@ def _transform(source: FeatureModel) -> Transform:
 
 
 def _layers_to_watch(source: FeatureModel) -> dict[str, nn.Module]:
-    """The classifiers whose inputs are the features: all of them, but of a distilled model not the teacher's.
+    """The classifiers whose inputs are the features: all of them, except the distillation head of a distilled model.
 
-    None for a model that declares to have no classes: its output is the features.
+    Empty for a model with num_classes=0, whose output is the features.
     """
     classifiers = find_classifiers(source.model)
     if not classifiers and getattr(source.model, "num_classes", None) != 0:
-        raise ValueError(f"found no classifier in {source.name}, in front of which its features would be")
+        raise ValueError(f"found no classifier in {source.name}: features are the inputs of a classifier")
     return {path: layer for path, layer in classifiers.items() if "dist" not in path} or classifiers
 
 
@@ -141,14 +141,14 @@ def _watch(layer: nn.Module, path: str, seen: dict[str, Tensor]) -> Any:
 
 
 def _over_locations(features: Tensor, channels_first: bool) -> Tensor:
-    """Features (B, n) as they are; of a map (B, n, H, W), or (B, ..., n) with channels last, the mean of its places."""
+    """Features (B, n) unchanged; a feature map (B, n, H, W), or (B, ..., n) with channels last, averaged over space."""
     if features.ndim == 2:
         return features
     return features.flatten(2).mean(2) if channels_first else features.flatten(1, -2).mean(1)
 
 
 def fingerprint(images: Images) -> str:
-    """What changes when an image, a label or the order changes: of files, names, sizes and times of change."""
+    """A hash that changes with any image, label or their order. Files enter by name, size and modification time."""
     digest = hashlib.sha256()
 
     def add(*facts: object) -> None:
@@ -177,7 +177,7 @@ def fingerprint(images: Images) -> str:
 
 
 def _add_contents(images: ReaderImages, add: Any, update: Any) -> None:
-    """Images that are not files of their own: the tars they are in, the arrays, or else each of them as it is read."""
+    """Hash images that are not separate files: by their tars, by their arrays, or else by decoding each of them."""
     where = Path(images.where)
     tars = [where] if where.is_file() else sorted(where.rglob("*.tar")) if where.is_dir() else []
     for tar in tars:
@@ -186,7 +186,7 @@ def _add_contents(images: ReaderImages, add: Any, update: Any) -> None:
     if tars:
         return
     pixels = getattr(images.dataset, "data", None)
-    version = getattr(getattr(images.reader, "dataset", None), "_fingerprint", None)  # of Hugging Face's data sets
+    version = getattr(getattr(images.reader, "dataset", None), "_fingerprint", None)  # Hugging Face datasets
     if isinstance(pixels, np.ndarray | Tensor):
         array = np.ascontiguousarray(pixels)
         add(array.shape, str(array.dtype))
@@ -198,7 +198,7 @@ def _add_contents(images: ReaderImages, add: Any, update: Any) -> None:
             try:
                 image, label = images.load(index)
                 add(image.shape[1::-1], label, hashlib.sha256(image.tobytes()).hexdigest())
-            except Exception as error:  # an image that cannot be read is dealt with when its features are wanted
+            except Exception as error:  # the extraction reports images that cannot be read
                 add(str(error))
 
 
@@ -206,15 +206,15 @@ def _add_contents(images: ReaderImages, add: Any, update: Any) -> None:
 
 
 def _write(path: Path, batches: Iterator[tuple[Tensor, Tensor, list[Failure]]], count: int, progress: str) -> None:
-    """A safetensors file, written batch by batch: its header, the features, the labels, and what could not be read.
+    """Write a safetensors file batch by batch: header, features, labels, and the images that could not be read.
 
-    How many images can be read is known in the end only, so the header has a fixed size and is written last.
+    The number of readable images is known only at the end, so the header has a fixed size and is written last.
     """
     first = next(batches)
     width = first[0].shape[1]
     failures: list[Failure] = []
     kept: list[Tensor] = []
-    unread: list[int] = []  # where the failures are among the images
+    unread: list[int] = []  # indices of the images that could not be read
 
     def write(file: IO[bytes]) -> None:
         file.write(b" " * (8 + HEADER))
@@ -248,9 +248,9 @@ def _write(path: Path, batches: Iterator[tuple[Tensor, Tensor, list[Failure]]], 
 
 
 def _read(path: Path, images: Images | None = None) -> Features | None:
-    """The features in a file, memory-mapped; None if there is no file, or none that is whole.
+    """The features in a file, memory-mapped; None if the file is missing or damaged.
 
-    images: None as well if one of them could not be read when the file was written, and can now.
+    images: return None too if one of these could not be read when the file was written, but can be read now.
     """
     if not path.is_file():
         return None
@@ -273,7 +273,7 @@ def _can_be_read(images: Images, index: int) -> bool:
 
 
 def _remove_stale(cache: Path) -> None:
-    """Remove what a killed process was writing; another that is alive writes a batch within the hour."""
+    """Remove the temporary files of killed processes. A live process writes a batch within the hour."""
     for file in cache.glob(f"{TEMPORARY}*"):
         with contextlib.suppress(OSError):
             if time.time() - file.stat().st_mtime > STALE:

@@ -1,4 +1,4 @@
-"""Models in folders as the Hugging Face hub has them, written by their own library: see `grassy.runs.hub`."""
+"""Write and load models in the folder format of the Hugging Face Hub; `grassy.runs.hub` describes the format."""
 
 import contextlib
 import os
@@ -28,14 +28,14 @@ from grassy.runs.weights import BEST, BEST_SAVES, LAST, Description, save_weight
 from grassy.surgery import replace_head
 from grassy.torchvision_import import import_torchvision
 
-#: Columns of a run's table that say nothing about how good a model is.
+#: Columns of a run's table that are not results.
 NO_RESULTS = ("lr", "head_lr", "seconds", "input_share")
-#: Files and folders of a run, whose weights are loaded rather than those of a folder of the hub.
+#: Files and folders of a run. In a folder that has them, `load` prefers the run's weights to a Hub model's.
 OF_A_RUN = (BEST, LAST, BEST_SAVES, STATE, SAVES, ARGS, MANIFEST)
 
 
 def write_timm_folder(model: nn.Module, description: Description, folder: Path) -> None:
-    """Write a timm model. A README.md that is there already stays."""
+    """Write a timm model. An existing README.md stays as it is."""
     check_folder(folder)
     description = with_number_for_gamma(description, model)
     config = _timm_config(model, description)
@@ -53,16 +53,16 @@ def write_timm_folder(model: nn.Module, description: Description, folder: Path) 
     )
     _write_card(card, folder)
     _remove_other_weights(folder, [WEIGHTS])
-    write_atomically(folder / CONFIG, lambda file: file.write(config))  # last: with it the folder is complete
+    write_atomically(folder / CONFIG, lambda file: file.write(config))  # last: it marks the folder as complete
 
 
 def _epoch_as_printed(about: Description) -> int | None:
-    """The epoch of a run counted from 1, as training prints it; files count from 0. One that a user gave stays."""
+    """The epoch of a run counted from 1, as training prints it; files count from 0. An epoch from a user stays."""
     return about.epoch + 1 if about.epoch is not None and about.recipe else about.epoch
 
 
 def _changed_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run that are not the default, without paths of the machine that it ran on."""
+    """The settings of a run that differ from the defaults, without paths of the machine that it ran on."""
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in DEFAULTS.items()}
     own = {name: list(value) if isinstance(value, tuple) else value for name, value in recipe.items()}
     return {name: value for name, value in own.items() if name != "initial_checkpoint" and value != plain.get(name)}
@@ -81,7 +81,7 @@ def _timm_config(model: nn.Module, about: Description) -> bytes:
         "input_size": (about.model_kwargs.get("in_chans", 3), about.img_size, about.img_size),
         **{name: getattr(about, name) for name in ("crop_pct", "interpolation", "mean", "std")},
     }
-    # What says how the architecture is built, and nothing of weights that timm has for it.
+    # Keys that describe the architecture; keys about timm's own pretrained weights are dropped.
     kept = ("pool_size", "fixed_input_size", "min_input_size", "first_conv", "classifier")
     pretrained = {name: own[name] for name in kept if own.get(name) is not None} | prepared
     stand_in = types.SimpleNamespace(
@@ -98,7 +98,7 @@ def _timm_config(model: nn.Module, about: Description) -> bytes:
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Whether a model writes and describes itself, as those of transformers do."""
+    """Whether a model has a config and `save_pretrained`, as transformers models do."""
     return hasattr(model, "save_pretrained") and hasattr(vars(model).get("config"), "to_json_string")
 
 
@@ -109,7 +109,7 @@ def write_transformers_folder(
     epoch: int | None,
     metrics: Mapping[str, float] | None,
 ) -> None:
-    """Write a model of transformers by its `save_pretrained`, once it has been read again with the same weights."""
+    """Write a transformers model with its `save_pretrained`, after checking that it loads with equal weights."""
     check_folder(folder)
     heads = heads_of(model)
     if not heads:
@@ -117,7 +117,7 @@ def write_transformers_folder(
     config: Any = model.config
     place = getattr(config, HEAD, None) or {}
     where = {"classifier": place["classifier"]} if "classifier" in place else {}
-    setattr(config, HEAD, {**describe(heads[0]), **where})  # as it has become
+    setattr(config, HEAD, {**describe(heads[0]), **where})  # the head may have changed since replace_head
     if class_names is not None:
         check_class_names(class_names, heads[0].num_classes)
         config.id2label = {number: str(name) for number, name in enumerate(class_names)}
@@ -139,7 +139,7 @@ def write_transformers_folder(
             recipe={},
         )
         _write_card(card, folder)
-        files = sorted(written.iterdir(), key=lambda file: file.name == CONFIG)  # that of the config last
+        files = sorted(written.iterdir(), key=lambda file: file.name == CONFIG)  # the config last
         for file in files:
             if file.name == CONFIG:
                 _remove_other_weights(folder, [each.name for each in files])
@@ -152,11 +152,11 @@ def _check_that_it_is_read_again(model: nn.Module, folder: Path) -> None:
     wrong = [name for name in own if name not in again or not torch.equal(again[name].cpu(), own[name].cpu())]
     if wrong or again.keys() != own.keys():
         name = (wrong or sorted(again.keys() ^ own.keys()))[0]
-        raise ValueError(f"{type(model).__name__} cannot be read again as it is saved: {name} differs")
+        raise ValueError(f"{type(model).__name__} does not load as it was saved: {name} differs")
 
 
 def load_transformers(folder: Path) -> nn.Module:
-    """The model of transformers in a folder, with the head that its config describes."""
+    """Load the transformers model in a folder, with the head that its config describes."""
     _prepare_torchvision()
     import transformers
 
@@ -176,9 +176,9 @@ def load_transformers(folder: Path) -> nn.Module:
             config=config,
             output_loading_info=True,
             use_safetensors=True,  # never a pickle
-            ignore_mismatched_sizes=True,  # they are in `info`, and refused below
+            ignore_mismatched_sizes=True,  # `info` lists them, and they are refused below
         )
-    except Exception as error:  # a config may hold anything, for which constructors raise all sorts of things
+    except Exception as error:  # a config may hold anything, so constructors may raise anything
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"{folder} does not hold the weights that it describes: {reason}") from error
     lost = [key for key in info["missing_keys"] if key.split(".")[-1] != KEY]
@@ -195,9 +195,9 @@ def load_transformers(folder: Path) -> nn.Module:
 
 
 def load_adapters(folder: Path, base: nn.Module) -> nn.Module:
-    """A model with the adapters of PEFT in a folder."""
-    if not (folder / ADAPTER_WEIGHTS).is_file():  # PEFT would unpickle another file
-        raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}, the only file that adapters are loaded from")
+    """Add the PEFT adapters in a folder to a model."""
+    if not (folder / ADAPTER_WEIGHTS).is_file():  # PEFT would fall back to unpickling another file
+        raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}: adapters are loaded from no other file")
     _prepare_torchvision()
     from peft import PeftModel
 
@@ -206,7 +206,7 @@ def load_adapters(folder: Path, base: nn.Module) -> nn.Module:
 
 
 def check_class_names(names: Sequence[str], num_classes: int) -> None:
-    """Raise a ValueError unless there is one name for each class, and no name twice."""
+    """Raise a ValueError unless each class has one name and no name appears twice."""
     if len(names) != num_classes:
         raise ValueError(f"class_names has {len(names)} names, but the head has {num_classes} classes")
     if len(set(map(str, names))) != num_classes:
@@ -215,13 +215,13 @@ def check_class_names(names: Sequence[str], num_classes: int) -> None:
 
 
 def _prepare_torchvision() -> None:
-    """Transformers and PEFT need no torchvision, but import one that is there."""
+    """Import torchvision first: transformers and PEFT do not need it, but import it if it is installed."""
     with contextlib.suppress(ImportError):
         import_torchvision()
 
 
 def _with_head(kind: Any, head: dict[str, Any]) -> Any:
-    """The class of a model that is built with another head, so that `from_pretrained` fills that one."""
+    """A subclass that builds the model with another head, so that `from_pretrained` loads weights into that head."""
 
     class WithHead(kind):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **options: Any) -> None:
@@ -235,7 +235,7 @@ def _with_head(kind: Any, head: dict[str, Any]) -> Any:
 
 
 def check_described_head(head: Mapping[str, Any], file: Path) -> None:
-    """Raise a ValueError if a head out of a file has other options than its kind; where its tensors go is none."""
+    """Raise a ValueError if a file describes a head with options that its kind does not have, or with a device."""
     try:
         check_head_options(head["name"], [name for name in head if name != "name"])
     except ValueError as error:
@@ -245,24 +245,24 @@ def check_described_head(head: Mapping[str, Any], file: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise a ValueError if a model must not be written there: over a run, or over files that are not grassy's."""
+    """Raise a ValueError if writing a model there would overwrite a run, or files that grassy did not write."""
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise ValueError(f"{folder} is a file: name a folder, or a file that ends in .safetensors")
+        raise ValueError(f"{folder} is a file: give a folder, or a file that ends in .safetensors")
     if name := next((name for name in OF_A_RUN if (folder / name).exists()), None):
-        raise ValueError(f"{folder} is the folder of a run, with {name}: name another folder")
+        raise ValueError(f"{folder} is the folder of a run, with {name}: give another folder")
     if not is_folder_of_hub(folder):
-        raise ValueError(f"{folder} holds other files: name a new folder, or one that grassy.save wrote")
+        raise ValueError(f"{folder} holds other files: give a new folder, or one that grassy.save wrote")
 
 
 def _remove_other_weights(folder: Path, written: Collection[str]) -> None:
-    """Remove weights of an earlier save, which could be loaded in the place of those that have been written."""
+    """Remove the weights of an earlier save, which could be loaded instead of the new ones."""
     for file in folder.iterdir():
         if file.name not in written and any(fnmatch(file.name, pattern) for pattern in ALL_WEIGHTS):
             file.unlink()
 
 
 def _write_card(text: str, folder: Path) -> None:
-    if not (folder / CARD).exists():  # one that was written by hand
+    if not (folder / CARD).exists():  # never overwrite a card, which may be written by hand
         write_atomically(folder / CARD, lambda file: file.write(text.encode()))

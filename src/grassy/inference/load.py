@@ -1,4 +1,4 @@
-"""`grassy.load`: a trained model, rebuilt from its file or folder alone."""
+"""`grassy.load`: rebuild a trained model from its file or folder alone."""
 
 import os
 from collections.abc import Mapping
@@ -20,18 +20,19 @@ from grassy.models import create_model
 from grassy.runs.hub import base_of_adapters, is_of_transformers, local_folder, read_config
 from grassy.runs.weights import Description, evaluated_kind, read_description, read_weights, weights_file
 
-#: What weights may be made of.
+#: The dtypes that weights may have.
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
 
 
 @needs("grassy.load", extra="train")
 def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn.Module:
-    """The trained model in a file of weights, in the folder of a run (its best) or of the hub, ready for inference.
+    """Load a trained model, in eval mode.
 
-    path: "hf-hub:user/name" fetches a folder of the Hugging Face hub, which may hold a model of timm or transformers.
+    path: a file of weights, the folder of a run (its best weights are loaded), or a folder for the Hugging Face Hub.
+        "hf-hub:user/name" downloads a timm or transformers model from the Hub.
 
-    It is rebuilt from the file alone, without unpickling. `timm.data.resolve_model_data_config(model)` knows how its
-    images are prepared; `model.pretrained_cfg["label_names"]` are the names of the classes, if the data had any.
+    The model is rebuilt from the file alone, without unpickling. `timm.data.resolve_model_data_config(model)` returns
+    its preprocessing. `model.pretrained_cfg["label_names"]` holds the class names, if the training data had any.
     """
     path = local_folder(Path(path))
     config = read_config(path) if path.is_dir() else None
@@ -44,7 +45,7 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn
     check_described_head(description.head, file)
     weights = read_weights(file)
     _check_weights(weights, description, file)
-    # Weights that training began with are none of the model's options: its own are in the file.
+    # The file holds the weights, so the pretrained weights that training started from are not needed.
     options = {key: value for key, value in description.model_kwargs.items() if key != "pretrained"}
     head = {**_options_with_weights(weights, file), **description.head}
     model = create_model(description.model, description.num_classes, head, options)
@@ -70,14 +71,17 @@ def _base_model(adapters: Path, base: str) -> nn.Module:
     folder = local_folder(Path(base))
     if not folder.is_dir() or read_config(folder) is None:
         raise ValueError(
-            f"{adapters} holds adapters for {base!r}, which describes no head: replace the head of that model as "
-            "before training, and give it to PeftModel.from_pretrained"
+            f"{adapters} holds adapters for {base!r}, which describes no head: replace that model's head as before "
+            "training, then pass the model to PeftModel.from_pretrained"
         )
     return load(folder)
 
 
 def load_divided(save: Path, device: torch.device) -> nn.Module:
-    """The model of a save, of which each process of a group holds some classes; a head of another kind is whole."""
+    """Load a distributed save so that each process holds a shard of the classes.
+
+    A head without per-class weights stays whole in every process.
+    """
     description = read_description(save)
     options = {key: value for key, value in description.model_kwargs.items() if key != "pretrained"}
     model = create_model(description.model, description.num_classes, description.head, options, head_on_meta=True)
@@ -92,7 +96,7 @@ def load_divided(save: Path, device: torch.device) -> nn.Module:
 
 
 def _options_with_weights(weights: Mapping[str, Tensor], file: Path) -> dict[str, Any]:
-    """Options of the head that are kept with its weights: a description that lacks them does not get the defaults."""
+    """The head's options that are saved with its weights. They fill in for a description that lacks them."""
     try:
         found = next(iter(options_in(weights).values()), {})
     except ValueError as error:
@@ -102,9 +106,12 @@ def _options_with_weights(weights: Mapping[str, Tensor], file: Path) -> dict[str
 
 
 def _check_weights(weights: Mapping[str, Tensor], description: Description, file: Path) -> None:
-    """Raise a ValueError for weights of another kind, and before a head is built that they could never fill."""
+    """Raise a ValueError for an unknown dtype, or if the file is too small for the head that it describes.
+
+    The second check keeps a hostile description from allocating a huge head.
+    """
     if wrong := next((name for name, tensor in weights.items() if tensor.dtype not in DTYPES), None):
-        raise ValueError(f"{file} holds {wrong} in {weights[wrong].dtype}, which is no kind of weights")
+        raise ValueError(f"{file} holds {wrong} in {weights[wrong].dtype}, which is no dtype of weights")
     rows = description.head.get("k", 1)
     rows = max(rows, default=1) if isinstance(rows, list) else rows
     needed = description.num_classes * (rows if isinstance(rows, int) else 1)

@@ -1,4 +1,4 @@
-"""The README.md of a folder on the hub, filled with what is known about a model."""
+"""The model card: the README.md of a Hub folder."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ tags:
 
 # {title}
 
-{kind} of {classes} classes. Its head is `{head}` of grassy{subspaces}.
+{kind} with {classes} classes. Its head is grassy's `{head}`{subspaces}.
 
 ```python
 import grassy
@@ -25,7 +25,7 @@ import grassy
 model = grassy.load("path/to/this/folder")  # or "hf-hub:user/name"
 ```
 
-Without grassy, {library} reads the backbone of this folder{how}, but not its classifier.
+Without grassy, {library} loads the backbone{how} but not the classifier.
 
 ## The model
 
@@ -47,7 +47,7 @@ def model_card(
     epoch: int | None,
     recipe: Mapping[str, Any],
 ) -> str:
-    """The text of a card. facts: what else to list; recipe: the settings of a run, if there are any."""
+    """The text of a model card. facts: further properties to list; recipe: the settings of the run, if any."""
     k = head.get("k")
     dims = f"{min(k)} to {max(k)}" if isinstance(k, list) else k
     subspaces = f": each class is a subspace of {dims} dimensions" if head["name"] == "grassmann" else ""

@@ -1,7 +1,7 @@
-"""Outlier scores while a model looks at images anyway, and the threshold above which an image is taken for an outlier.
+"""Outlier scores, computed during a model's forward pass, and the threshold above which an image is flagged.
 
-The threshold is chosen on validation images, so that a stated share of these is above it: how many images of no known
-class are above it, nobody knows before they are tried.
+The threshold is a quantile of the scores of validation images. It fixes the share of known images that is flagged, not
+the share of images from unknown classes.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from grassy.heads import GrassmannHead, Head, heads_of
 
 #: The share of the validation images that the threshold flags.
 RATE = 0.05
-#: With fewer images there is no telling what one in twenty of them is.
+#: The smallest number of images that has such a quantile.
 FEWEST = round(1 / RATE)
-#: A head of more classes is not asked twice for an image.
+#: No scores for heads with more classes: a score costs as much as another forward pass of the head.
 MOST_CLASSES = 100_000
 
 
 class OutlierScores:
-    """Used around forward passes: `with OutlierScores(model) as scores: ...; scores.of_last()` after each of them.
+    """Collects outlier scores: `with OutlierScores(model) as scores:`, then `scores.of_last()` after each forward pass.
 
-    A model with several heads, a head on a map, or one whose weight is spread over processes has no scores.
+    There are no scores for several heads, for a head on a feature map, or for a weight sharded over processes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,7 +35,7 @@ class OutlierScores:
 
     def __enter__(self) -> "OutlierScores":
         if self.head is not None:
-            # What reaches the head differs from model to model, in name and in place; a hook sees it in all of them.
+            # Models differ in where and under which name features reach the head; a hook works for all of them.
             self.hook = self.head.register_forward_pre_hook(self._keep)
         return self
 
@@ -55,14 +55,14 @@ class OutlierScores:
 
 
 def threshold_of(scores: Sequence[float]) -> float | None:
-    """The score that at most `RATE` of the images are above; None if there are too few images to say."""
+    """The score that at most `RATE` of the images exceed; None if there are too few images."""
     if len(scores) < FEWEST or not np.isfinite(scores).all():
         return None
     return float(np.quantile(np.asarray(scores), 1 - RATE, method="higher"))
 
 
 def can_be_exported(model: nn.Module) -> bool:
-    """Whether ONNX has the operations of the scores: those of an ordinary weight solve an eigenvalue problem."""
+    """Whether ONNX can compute the scores. A weight that is not orthonormal needs an eigensolver, which ONNX lacks."""
     head = OutlierScores(model).head
     return head is not None and not (isinstance(head, GrassmannHead) and not head.subspace_names)
 

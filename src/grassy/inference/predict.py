@@ -1,4 +1,4 @@
-"""Classes of images that have no label: the best few, their probabilities, and how much of an outlier an image is."""
+"""Predict the classes of images without labels: the top k, their probabilities and an outlier score."""
 
 import codecs
 import csv
@@ -28,18 +28,18 @@ from grassy.runs.weights import Description, read_description, weights_file
 from grassy.spelling import nearest
 from grassy.terminal import bar, printable, spreadsheet_safe
 
-MANY = 100  # images, from which on a bar is worth showing
-NAMED = 5  # of the images that could not be read, how many are named on the terminal
+MANY = 100  # show a progress bar from this number of images
+NAMED = 5  # name at most this many unreadable images on the terminal
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most probable classes of an image, best first; or, in `error`, why it has none.
+    """The most probable classes of one image, best first; or, in `error`, why there are none.
 
-    labels: names of classes, or their numbers where the training data had no names.
-    outlier_score: of the head, in [0, 1]; None for a model with several heads, or with a head on a map.
-    outlier: whether that is above `outlier_threshold`; None if there is no score or no threshold.
-    outlier_threshold: the one that was given, or that of the model.
+    labels: class names, or class indices if the training data had no names.
+    outlier_score: the head's score in [0, 1]; None for a model with several heads, or with a head on a feature map.
+    outlier: whether the score exceeds `outlier_threshold`; None without a score or a threshold.
+    outlier_threshold: the argument of `predict`, or else the model's threshold.
     """
 
     path: Path
@@ -60,14 +60,14 @@ def predict(
     device: torch.device | str | None = None,
     outlier_threshold: float | None = None,
 ) -> Iterator[Prediction]:
-    """Predictions for image files and all images in folders, in the order of `paths`.
+    """Yield a prediction for each image file, and for each image in a folder, in the order of `paths`.
 
     checkpoint: a file of weights, or the folder of a run.
     device: None or "auto" for a GPU if there is one.
-    outlier_threshold: None for that of the model, which one in twenty of its validation images was above.
+    outlier_threshold: None for the model's threshold, which 5 % of its validation images exceed.
 
-    What is wrong with the arguments raises here, before the first prediction. An image that cannot be read is a
-    prediction with an error, and the others go on.
+    Wrong arguments raise at once, before the first prediction. An image that cannot be read yields a prediction with an
+    error, and the others follow.
     """
     return predict_files(checkpoint, find_images(paths), topk, batch_size, device, outlier_threshold)
 
@@ -80,7 +80,7 @@ def predict_files(
     device: torch.device | str | None = None,
     outlier_threshold: float | None = None,
 ) -> Iterator[Prediction]:
-    """`predict` for what `find_images` found, which need not be readable."""
+    """`predict` for the files that `find_images` found, which need not be readable."""
     for name, value in (("topk", topk), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -97,7 +97,7 @@ def predict_files(
 
 
 def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """Files as they are given, and for a folder all images below it that are not hidden, sorted by name."""
+    """The given files, and all images below the given folders that are not hidden, sorted by name."""
     suffixes = image_suffixes()
     files: list[Path] = []
     for path in map(Path, paths):
@@ -108,11 +108,11 @@ def find_images(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
                 raise ValueError(f"{path} holds no images ({', '.join(sorted(suffixes))})")
             files += found
         elif path.is_file():
-            files.append(path)  # whatever its name is: it was asked for
+            files.append(path)  # whatever its suffix: the user asked for it
         else:
             raise ValueError(f"there is no image or folder {path}")
     if not files:
-        raise ValueError("of which images? give files or folders")
+        raise ValueError("which images? give files or folders")
     return files
 
 
@@ -130,7 +130,7 @@ def _predictions(
     device: torch.device,
 ) -> Iterator[Prediction]:
     mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in (description.mean, description.std))
-    scores = OutlierScores(model).__enter__()  # for as long as the model is used, which is here alone
+    scores = OutlierScores(model).__enter__()  # never left: nobody else uses this model
     for batch in _read_ahead(files, batch_size, transform):
         images = [image for _, image in batch if isinstance(image, Tensor)]
         rows: Iterator[tuple[Any, ...]] = iter(())
@@ -140,7 +140,9 @@ def _predictions(
                 logits = model((pixels - mean) / std)
                 found = scores.of_last()
             except torch.OutOfMemoryError:
-                raise ValueError(f"{device} has no memory for batches of {batch_size}: give a smaller size") from None
+                raise ValueError(
+                    f"{device} ran out of memory with batches of {batch_size}: give a smaller batch_size"
+                ) from None
             best = logits.float().softmax(-1).topk(min(topk, logits.shape[-1]))
             outliers = [None] * len(images) if found is None else found.tolist()
             rows = zip(best.indices.tolist(), best.values.tolist(), outliers, strict=True)
@@ -152,8 +154,8 @@ def _named(
     path: Path, description: Description, classes: list[int], probabilities: list[float], outlier: float | None
 ) -> Prediction:
     if any(probability != probability for probability in probabilities):
-        return Prediction(path, error="the model's logits for it are not finite")
-    names = description.class_names or []  # a head may have more classes than the data had
+        return Prediction(path, error="the model's logits for this image are not finite")
+    names = description.class_names or []  # a head may have more classes than the data has names
     labels = tuple(names[index] if index < len(names) else str(index) for index in classes)
     limit = description.outlier_threshold
     flagged = None if outlier is None or limit is None else outlier > limit
@@ -161,7 +163,7 @@ def _named(
 
 
 def _read_ahead(files: Sequence[Path], size: int, transform: Transform) -> Iterator[list[tuple[Path, Tensor | str]]]:
-    """Batches of images, or of what is wrong with them; while one is used, threads read the next."""
+    """Batches of images, or of error messages. Threads read the next batch while the model uses the current one."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # Pillow decodes and resizes without the GIL
         ahead: tuple[Sequence[Path], Iterator[Tensor | str]] | None = None
         for start in range(0, len(files), size):
@@ -177,7 +179,7 @@ def _read_ahead(files: Sequence[Path], size: int, transform: Transform) -> Itera
 def _read(path: Path, transform: Transform) -> Tensor | str:
     try:
         return transform(read_rgb(path))
-    except Exception as error:  # a damaged file fails in any way that its decoder has, SyntaxError among them
+    except Exception as error:  # decoders raise anything for a damaged file, even SyntaxError
         return reason_for(error)
 
 
@@ -187,9 +189,9 @@ def _read(path: Path, transform: Transform) -> Tensor | str:
 def write_predictions(
     predictions: Iterable[Prediction], output: str | os.PathLike[str] | None = None, total: int | None = None
 ) -> int:
-    """Print predictions, or write them to a .csv or .jsonl file, whole or not at all; the number of unreadable images.
+    """Print predictions, or write them atomically to a .csv or .jsonl file. Return the number of unreadable images.
 
-    total: how many there will be, for the bar on a terminal.
+    total: the number of predictions, for the progress bar.
     """
     output = None if output is None else Path(output)
     check_output(output)
@@ -218,12 +220,12 @@ def write_predictions(
             write = FORMATS[output.suffix.lower()]
             write_atomically(output, lambda file: write(counted(), file))
     if output is not None:
-        print(f"Saved {output}, predictions for {count - len(failures)} images", file=sys.stderr)
+        print(f"Saved {output} with predictions for {count - len(failures)} images", file=sys.stderr)
     if scored:
         print(_about_outliers(scored, flagged, threshold), file=sys.stderr)
     if failures:
         print(f"grassy: {len(failures)} of {count} images could not be read", file=sys.stderr)
-        if output is not None:  # on the terminal they have been named in their place
+        if output is not None:  # on the terminal, each has been printed in its line already
             for failure in failures[:NAMED]:
                 print(f"  {printable(str(failure.path))}: {printable(failure.error or '')}", file=sys.stderr)
             if len(failures) > NAMED:
@@ -234,26 +236,26 @@ def write_predictions(
 def _about_outliers(scored: int, flagged: int, threshold: float | None) -> str:
     if threshold is None:
         return (
-            "this model has no outlier threshold, so no image is flagged: `grassy validate RUN --json` gives one for "
-            f"{FEWEST} labelled images or more, and --outlier-threshold takes it"
+            "this model has no outlier threshold, so no image is flagged: `grassy validate RUN --json` computes one "
+            f"from {FEWEST} or more labelled images; pass it as --outlier-threshold"
         )
     so = ": they look like none of the classes" if flagged else ""
     return f"{flagged} of {scored} images are above the outlier threshold {threshold:.3f}{so}"
 
 
 def check_output(output: Path | None) -> None:
-    """Raise a ValueError for a file that `write_predictions` could not write, before there is anything to write."""
+    """Raise a ValueError for a file that `write_predictions` cannot write."""
     if output is None:
         return
     if output.suffix.lower() not in FORMATS:
         hint = nearest(output.suffix, FORMATS)
-        raise ValueError(f"predictions are written to {' or '.join(FORMATS)} files, got {str(output)!r}{hint}")
+        raise ValueError(f"output must be a {' or '.join(FORMATS)} file, got {str(output)!r}{hint}")
     if output.is_dir():
-        raise ValueError(f"{output} is a folder: name the file to write")
+        raise ValueError(f"{output} is a folder: give the file to write")
 
 
 def _print(predictions: Iterator[Prediction]) -> None:
-    """One line an image, in columns as wide as what has been seen needs."""
+    """Print one line per image, in columns that widen as longer entries appear."""
     path_width = label_width = 0
     while chunk := list(itertools.islice(predictions, 64)):
         paths = [printable(str(prediction.path)) for prediction in chunk]
@@ -276,17 +278,17 @@ def _print(predictions: Iterator[Prediction]) -> None:
 def _write_csv(predictions: Iterator[Prediction], file: IO[bytes]) -> None:
     """One row per image: path, label_1, probability_1, label_2, ..., outlier_score, outlier, error.
 
-    Names are other people's: no cell begins as a formula of a spreadsheet does.
+    File and class names are untrusted: no cell starts like a spreadsheet formula.
     """
-    first: list[Prediction] = []  # up to one with labels, which says how many columns there are
+    first: list[Prediction] = []  # up to the first one with labels, which determines the number of columns
     for prediction in predictions:
         first.append(prediction)
         if prediction.error is None:
             break
     k = max((len(prediction.labels) for prediction in first), default=0)
     ranks = [column for rank in range(1, k + 1) for column in (f"label_{rank}", f"probability_{rank}")]
-    # A name of a file is bytes: those that are not UTF-8 are written as they are. The lines end as in RFC 4180; with
-    # another ending, csv would leave a carriage return in a name unquoted.
+    # File names are bytes: those that are not UTF-8 are written unchanged. Lines end with CRLF (RFC 4180); with another
+    # ending, csv would leave a carriage return in a name unquoted.
     writer = csv.writer(codecs.getwriter("utf-8")(file, "surrogateescape"))
     writer.writerow(["path", *ranks, "outlier_score", "outlier", "error"])
     for p in itertools.chain(first, predictions):
@@ -296,13 +298,13 @@ def _write_csv(predictions: Iterator[Prediction], file: IO[bytes]) -> None:
 
 
 def _path_in_csv(path: Path) -> str:
-    """The path, which still leads to its file, but never begins as a formula does."""
+    """The path in a form that still opens the file but does not start like a formula."""
     text = str(path)
     return text if spreadsheet_safe(text) == text else os.path.join(os.curdir, text)
 
 
 def _write_json_lines(predictions: Iterator[Prediction], file: IO[bytes]) -> None:
-    """One object a line: path, labels, probabilities and outlier_score, or path and error."""
+    """One JSON object per line: path, labels, probabilities and outlier_score, or path and error."""
     for p in predictions:
         content: dict[str, Any] = {"path": str(p.path)}
         if p.error is None:

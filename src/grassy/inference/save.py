@@ -1,4 +1,4 @@
-"""`grassy.save`: a model in one file or folder, from which `grassy.load` and all commands build it again."""
+"""`grassy.save`: write a model to one file or folder that `grassy.load` and all commands accept."""
 
 import dataclasses
 import os
@@ -27,12 +27,12 @@ from grassy.runs.hub import REMOTE
 from grassy.runs.recipe import DEFAULTS
 from grassy.runs.weights import Description, description_text, read_description, save_weights, weights_file
 
-#: Endings of files that others write; all else but .safetensors is a folder.
+#: Suffixes of other file formats. A path with any other suffix but .safetensors is a folder.
 OTHER_FILES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".onnx", ".pt2", ".tar", ".zip", ".json", ".h5")
 
-#: What a folder says in the place of the weights that a run began with.
+#: Replaces the path of a run's initial weights in a published folder.
 NOT_PUBLISHED = "not published"
-#: An absolute path in a setting, also behind the name of a reader of timm, as in "hfds//data".
+#: An absolute path in a setting, also after the name of a timm reader, as in "hfds//data".
 PATH = re.compile(r"(^|[/:=\s])(/|~|[A-Za-z]:[\\/])")
 
 
@@ -52,20 +52,21 @@ def save(
     epoch: int | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> None:
-    """Write a timm model with a head of grassy's into a .safetensors file, with all that `grassy.load` needs to know.
+    """Write a model with a grassy head to a .safetensors file, or to a folder for the Hugging Face Hub.
 
-    Or into a folder for the Hugging Face hub, also a model of transformers, which needs no other argument than
-    `class_names`: the config of timm or transformers, which then describes the head, the weights, and a model card.
+    A file holds a timm model and everything that `grassy.load` needs. A folder holds a timm or transformers model: the
+    library's config extended by the head, the weights and a model card. A transformers model needs no argument but
+    `class_names`.
 
-    Head, classes, architecture and the preparation of images are read off the model. What timm does not know of it must
-    be given: `model_kwargs` if it was built with options, `architecture` if timm did not build it, and the preparation
-    of images if yours was another than timm's for this model. Before writing, the model is built again from the
-    description alone: a ValueError says if that has other weights or other logits, or if a value could not be loaded.
+    The head, classes, architecture and preprocessing are read from the model. Pass what timm cannot know:
+    `model_kwargs` if the model was built with options, `architecture` if timm did not build it, and your preprocessing
+    if it differs from timm's. Before writing, `save` rebuilds the model from its description and compares weights and
+    logits. It raises a ValueError if they differ.
 
-    model: may be wrapped in DDP, torch.compile or an average; what is inside is saved.
+    model: DDP, torch.compile and averaging wrappers are removed.
     class_names: in the order of the labels.
-    img_size, crop_pct, interpolation, mean, std: how images are prepared for inference; by default as timm says.
-    epoch, metrics: to be kept with the weights, for your information.
+    img_size, crop_pct, interpolation, mean, std: preprocessing for inference (default: timm's).
+    epoch, metrics: stored with the weights, for your information.
     """
     path = Path(path)
     if path.suffix in OTHER_FILES:
@@ -73,7 +74,7 @@ def save(
     model = unwrapped(model)
     if any(type(module).__module__.split(".")[0] == "peft" for module in model.modules()):
         raise ValueError(
-            f"{type(model).__name__} has adapters of PEFT: save model.merge_and_unload(), or the adapters alone by "
+            f"{type(model).__name__} has PEFT adapters: save model.merge_and_unload(), or the adapters alone with "
             "their own save_pretrained"
         )
     in_a_folder = path.suffix != ".safetensors"
@@ -81,8 +82,8 @@ def save(
         for_timm = (img_size, architecture, model_kwargs, crop_pct, interpolation, mean, std)
         if not in_a_folder or any(each is not None for each in for_timm):
             raise ValueError(
-                f"{type(model).__name__} is a model of transformers: give a folder, and class_names, epoch and metrics "
-                "only; its image processor or tokenizer has a save_pretrained of its own"
+                f"{type(model).__name__} is a transformers model: give a folder, and only class_names, epoch and "
+                "metrics; save its image processor or tokenizer with their own save_pretrained"
             )
         write_transformers_folder(model, path, class_names, epoch, metrics)
         return
@@ -105,7 +106,7 @@ def save(
         version=__version__,
         **{**prepared, **{name: value for name, value in given.items() if value is not None}},
     )
-    description_text(description)  # raises before anything is built
+    description_text(description)  # raises for a bad value before a model is built
     _check_that_it_can_be_built_again(model, description)
     if in_a_folder:
         write_timm_folder(model, description, path)
@@ -114,7 +115,7 @@ def save(
 
 
 def publish(checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Path:
-    """Write the model of a run, or of a file, into a folder for the hub, with a card that tells what the run knew."""
+    """Write the model of a run or file to a folder for the Hub. The card lists the run's settings and results."""
     check_folder(Path(folder))
     file = weights_file(Path(checkpoint))
     about = read_description(file)
@@ -125,7 +126,7 @@ def publish(checkpoint: str | os.PathLike[str], folder: str | os.PathLike[str]) 
 def _without_places(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a run without paths of the machine that it ran on.
 
-    First weights are still said to have been given: without them the run would pass for a row of the paper.
+    Initial weights stay recorded as `NOT_PUBLISHED`: otherwise the run could pass for a row of the paper.
     """
     found = dict(recipe)
     for name in ("dataset", "train_split", "val_split"):
@@ -138,7 +139,7 @@ def _without_places(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile, DDP or an average of models."""
+    """The model inside a torch.compile, DDP or averaging wrapper."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel | swa_utils.AveragedModel):
             model = model.module
@@ -149,7 +150,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _head_of(model: nn.Module) -> Head:
-    """The head of a model; of several, which must be alike, the first."""
+    """The head of a model, or the first of several equal ones."""
     heads = heads_of(model)
     if not heads:
         raise ValueError(f"{type(model).__name__} has no head of grassy's: call grassy.replace_head(model, ...) first")
@@ -161,7 +162,7 @@ def _head_of(model: nn.Module) -> Head:
 def _checked_architecture(model: nn.Module, name: str | None) -> str:
     if name is None or not import_timm().is_model(name):
         what = (
-            f"cannot tell the architecture of {type(model).__name__}" if name is None else f"timm has no model {name!r}"
+            f"the architecture of {type(model).__name__} is unknown" if name is None else f"timm has no model {name!r}"
         )
         raise ValueError(f"{what}: pass the name of a timm model, such as architecture='resnet18'")
     return name
@@ -182,7 +183,7 @@ def _preparation(model: nn.Module) -> dict[str, Any]:
 
 
 def _check_that_it_can_be_built_again(model: nn.Module, description: Description) -> None:
-    """Raise a ValueError if the description gives a model of other weights, or other logits on an image of noise."""
+    """Raise a ValueError if the description yields a model with other weights, or other logits on a noise image."""
     hint = "pass model_kwargs={...}, the options it was built with, or another architecture="
     with torch.random.fork_rng(devices=[]):
         again = create_model(description.model, description.num_classes, description.head, description.model_kwargs)
@@ -204,7 +205,7 @@ def _check_that_it_can_be_built_again(model: nn.Module, description: Description
     except (AssertionError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"the model does not take images of {description.img_size} pixels ({reason}): pass img_size=..."
+            f"the model does not accept images of {description.img_size} pixels ({reason}): pass img_size=..."
         ) from None
     finally:
         for module, training in modes:

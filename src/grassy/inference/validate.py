@@ -1,4 +1,4 @@
-"""`grassy validate`: the accuracy of a file of weights, with images prepared as the file says."""
+"""`grassy validate`: the accuracy of a file of weights, with images preprocessed as the file describes."""
 
 import sys
 from pathlib import Path
@@ -31,11 +31,11 @@ def validate(
     workers: int | None = None,
     device: str = "auto",
 ) -> Metrics | None:
-    """Metrics of the model in a file of weights, or of the best of a run, on a split of a data set.
+    """Metrics of a file of weights, or of a run's best weights, on one split of a dataset.
 
     data_dir: None for the folder that the run was trained on.
 
-    Of several processes the first returns them, the others None.
+    With several processes, only the first returns the metrics; the others return None.
     """
     file = weights_file(checkpoint)
     description = read_description(file)
@@ -58,7 +58,9 @@ def validate(
         try:
             metrics, failures = evaluate(model, batches, prepare, process.device, dtype, sharded)
         except (torch.OutOfMemoryError, MemoryError):
-            raise ValueError(f"{process.device} has no memory for batches of this size: give a smaller one") from None
+            raise ValueError(
+                f"{process.device} ran out of memory with batches of this size: give a smaller --batch-size"
+            ) from None
     if not process.is_main:
         return None
     for note in found.notes if found is not None else ():
@@ -69,11 +71,11 @@ def validate(
 
 
 def in_files(recipe: Recipe) -> bool:
-    """Whether the images of a recipe lie in --data-dir; otherwise a library or scikit-learn has them."""
+    """Whether a recipe reads its images from --data-dir. Otherwise a library provides them."""
     return recipe.dataset != "digits" and not recipe.dataset.startswith((*STREAMS, "hfds/"))
 
 
 def paper_figures(checkpoint: Path) -> dict[str, Any] | None:
-    """What the paper reports for the row that a model repeats or was imported from; None for any other model."""
+    """The paper's results for the row that a model reproduces or was imported from; None for any other model."""
     row = paper_row(read_description(weights_file(checkpoint)))
     return paper.figures(row) if row else None
