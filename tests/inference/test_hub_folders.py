@@ -64,8 +64,27 @@ def test_a_card_that_was_written_by_hand_stays_and_a_new_one_tells_the_metrics(t
     assert "| eval top1 | 81.25 |" in card
     assert "subspace of 1 to 3 dimensions" in card
     (tmp_path / "new" / CARD).write_text("mine")
-    grassy.save(model, tmp_path / "new")
+    with pytest.warns(UserWarning, match=r"new/README\.md was edited.*stays as it is: see whether it still fits"):
+        grassy.save(model, tmp_path / "new")
     assert (tmp_path / "new" / CARD).read_text() == "mine"
+
+
+@pytest.mark.parametrize("library", ["timm", "transformers"])
+def test_a_card_that_nobody_has_edited_is_renewed_with_its_model(library, tmp_path):
+    builders = {"timm": (of_timm, "test_resnet"), "transformers": (of_transformers, "vit")}
+    build = functools.partial(*builders[library])
+    folder = tmp_path / "saved"
+    grassy.save(build("unequal"), folder, metrics={"eval_top1": 81.25})
+    (folder / CARD).write_bytes((folder / CARD).read_bytes().replace(b"\n", b"\r\n"))  # as git may check it out
+    grassy.save(build("cosine"), folder)
+    card = (folder / CARD).read_text()
+    assert "head: cosine" in card
+    assert "81.25" not in card
+    assert "subspace of" not in card
+    (folder / CARD).write_text(card.replace("head: cosine", "head: cosine, of course"))
+    with pytest.warns(UserWarning, match="was edited"):
+        grassy.save(build("unequal"), folder)
+    assert "cosine, of course" in (folder / CARD).read_text()
 
 
 def test_paths_of_the_machine_are_not_published(tmp_path):

@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 import types
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -17,7 +18,7 @@ from grassy.atomic import write_atomically
 from grassy.distributed.saves import MANIFEST
 from grassy.heads import check_head_options, describe, heads_of
 from grassy.heads.state import KEY
-from grassy.inference.model_card import model_card
+from grassy.inference.model_card import is_unedited, model_card, sealed
 from grassy.models import import_timm
 from grassy.runs.hub import ADAPTER_WEIGHTS, ALL_WEIGHTS, CARD, CONFIG, HEAD, WEIGHTS, is_folder_of_hub, read_config
 from grassy.runs.recipe import DEFAULTS
@@ -35,7 +36,7 @@ OF_A_RUN = (BEST, LAST, BEST_SAVES, STATE, SAVES, ARGS, MANIFEST)
 
 
 def write_timm_folder(model: nn.Module, description: Description, folder: Path) -> None:
-    """Write a timm model. An existing README.md stays as it is."""
+    """Write a timm model. An existing README.md stays as it is if it was edited."""
     check_folder(folder)
     description = with_number_for_gamma(description, model)
     config = _timm_config(model, description)
@@ -264,5 +265,9 @@ def _remove_other_weights(folder: Path, written: Collection[str]) -> None:
 
 
 def _write_card(text: str, folder: Path) -> None:
-    if not (folder / CARD).exists():  # never overwrite a card, which may be written by hand
-        write_atomically(folder / CARD, lambda file: file.write(text.encode()))
+    """Write a model card, but never over one that a user wrote or edited."""
+    card = folder / CARD
+    if card.exists() and not is_unedited(card.read_text(encoding="utf-8", errors="replace")):
+        warnings.warn(f"{card} was edited or is your own, and stays as it is: see whether it still fits", stacklevel=4)
+        return
+    write_atomically(card, lambda file: file.write(sealed(text).encode()))

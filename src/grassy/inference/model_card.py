@@ -1,6 +1,11 @@
-"""The model card: the README.md of a Hub folder."""
+"""The model card: the README.md of a Hub folder.
 
+Its last line seals it. A card that still fits its seal was not edited, and the next save into the folder replaces it.
+"""
+
+import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +38,25 @@ Without grassy, {library} loads the backbone{how} but not the classifier.
 {results}{recipe}
 Written by grassy {version}.
 """
+
+
+SEAL = "<!-- Saving again replaces this card unless it was edited: {digest} -->\n"
+
+
+def sealed(card: str) -> str:
+    """The card with a last line from which `is_unedited` knows it again; readers do not see that line."""
+    return card + SEAL.format(digest=_digest(card))
+
+
+def is_unedited(card: str) -> bool:
+    """Whether a card is one that `sealed` gave."""
+    text, _, last = card.rstrip("\n").rpartition("\n")
+    found = re.search(r"[0-9a-f]{64}", last)
+    return found is not None and last + "\n" == SEAL.format(digest=found[0]) and found[0] == _digest(f"{text}\n")
+
+
+def _digest(card: str) -> str:
+    return hashlib.sha256(card.encode()).hexdigest()
 
 
 def model_card(
