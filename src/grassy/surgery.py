@@ -6,7 +6,8 @@ with the wrong layer replaced would raise no error.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -261,6 +262,30 @@ def _describe_in_config(module: nn.Module, head: Head, classifier: str | None) -
     if isinstance(getattr(config, "num_labels", None), int) and hasattr(config, "to_json_string"):
         where = {} if classifier is None else {"classifier": classifier.removesuffix(".head")}
         config.grassy_head = {**describe(head), **where}  # type: ignore[union-attr]
+        if hasattr(module, "save_pretrained"):
+            module.save_pretrained = types.MethodType(_saving_with_description(where), module)  # type: ignore[assignment]
+
+
+def _saving_with_description(where: dict[str, str]) -> Callable[..., Any]:
+    """A `save_pretrained` that describes the head of this model: other models may share its config.
+
+    where: the entry "classifier" of the description, if the user named the layer.
+    """
+
+    def save_pretrained(self: Any, *args: Any, **options: Any) -> Any:
+        head = next((module for module in self.modules() if isinstance(module, Head)), None)
+        if head is None:
+            vars(self.config).pop("grassy_head", None)
+        elif head.num_classes != self.config.num_labels:
+            raise ValueError(
+                f"{type(self).__name__} has {head.num_classes} classes, but its config has {self.config.num_labels}: "
+                "is the config shared with another model? Build each model from a config of its own"
+            )
+        else:
+            self.config.grassy_head = {**describe(head), **where}
+        return type(self).save_pretrained(self, *args, **options)
+
+    return save_pretrained
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -1,6 +1,8 @@
 """Folders of the hub: the same logits come back, and timm and transformers read the rest without grassy."""
 
+import copy
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from grassy.heads import describe, heads_of
 from grassy.inference.export import export
 from grassy.runs.hub import CARD, CONFIG, WEIGHTS
 from grassy.runs.weights import read_description
-from hub_models import HEADS, TRANSFORMERS, VIT, C, inputs_of, logits, of_timm, of_transformers, with_adapters
+from hub_models import HEADS, SMALL, TRANSFORMERS, VIT, C, inputs_of, logits, of_timm, of_transformers, with_adapters
 
 # ---------------------------------------------------------------------- there and back
 
@@ -77,6 +79,46 @@ def test_checkpoints_of_the_trainer_are_loaded(tmp_path):
     T.Trainer(model, arguments, train_dataset=rows, optimizers=(optimizer, None)).train()
     again = grassy.load(tmp_path / "checkpoint-2")
     assert torch.equal(logits(again, inputs_of("bert")), logits(model.eval(), inputs_of("bert")))
+
+
+@pytest.mark.parametrize("how", ["grassy.save", "save_pretrained"])
+def test_models_that_share_a_config_are_saved_each_with_its_own_head(how, tmp_path):
+    config = T.BertConfig(**SMALL, vocab_size=50)
+    first, second = T.BertForSequenceClassification(config), T.BertForSequenceClassification(config)
+    grassy.replace_head(first, "grassmann", k=2, gamma=7.0)
+    grassy.replace_head(second, "cosine", scale=9.0, classifier="classifier")
+    copied = copy.deepcopy(second)
+    for name, model in (("first", first.eval()), ("second", second.eval()), ("copied", copied.eval())):
+        if how == "grassy.save":
+            grassy.save(model, tmp_path / name)
+        else:
+            model.save_pretrained(tmp_path / name)
+        again = grassy.load(tmp_path / name)
+        assert [describe(head) for head in heads_of(again)] == [describe(head) for head in heads_of(model)]
+        assert torch.equal(logits(again, inputs_of("bert")), logits(model, inputs_of("bert")))
+    assert pickle.loads(pickle.dumps(first)).config.grassy_head == first.config.grassy_head
+
+
+def test_a_model_whose_shared_config_has_other_classes_is_not_saved(tmp_path):
+    config = T.BertConfig(**SMALL, vocab_size=50)
+    first, second = T.BertForSequenceClassification(config), T.BertForSequenceClassification(config)
+    grassy.replace_head(first, "grassmann", k=2)
+    grassy.replace_head(second, "grassmann", num_classes=3, k=2)
+    for save in (grassy.save, lambda model, folder: model.save_pretrained(folder)):
+        with pytest.raises(ValueError, match="has 5 classes, but its config has 3: is the config shared"):
+            save(first, tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+    grassy.save(second, tmp_path / "saved")
+
+
+def test_a_head_that_is_gone_is_not_described(tmp_path):
+    model = of_transformers("bert")
+    model.classifier = torch.nn.Linear(16, C)
+    model.save_pretrained(tmp_path / "plain")
+    again = T.BertForSequenceClassification.from_pretrained(tmp_path / "plain").eval()
+    assert torch.equal(logits(again, inputs_of("bert")), logits(model, inputs_of("bert")))
+    with pytest.raises(ValueError, match="describes no head"):
+        grassy.load(tmp_path / "plain")
 
 
 # ---------------------------------------------------------------------- adapters
