@@ -233,6 +233,20 @@ def test_adapters_come_after_the_head():
     grassy.replace_head(right.merge_and_unload(), "grassmann", k=3)  # no adapters any more
 
 
+def test_a_head_that_peft_leaves_frozen_is_mentioned(recwarn):
+    peft = pytest.importorskip("peft")
+
+    def with_adapters(**options):
+        model = hugging_face_model("ViTForImageClassification", **HF_SMALL)
+        grassy.replace_head(model, "grassmann", k=2)
+        return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, **options))
+
+    grassy.make_optimizer(with_adapters(modules_to_save=["classifier"]), "adamw", lr=1e-3)
+    assert not [warning for warning in recwarn if "frozen" in str(warning.message)]
+    with pytest.warns(UserWarning, match=r"the head is frozen.*modules_to_save=\['classifier'\]"):
+        grassy.make_optimizer(with_adapters(), "adamw", lr=1e-3)
+
+
 @pytest.mark.parametrize("build", [timm.create_model, torchvision.models.get_model])
 def test_the_width_is_that_of_the_layer_not_of_the_model(build):
     with torch.device("meta"):

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Real
 from typing import Any, Literal
@@ -114,6 +115,8 @@ def make_optimizer(
         )
     trainable = [p for p in subspaces.values() if p.requires_grad]
     riemannian = None
+    if subspaces and not trainable:
+        _warn_if_peft_froze_them(model, next(iter(subspaces)))
     if trainable:
         if head_lr is None:
             follows = head_lr_factor is not None or issubclass(optimizer_class, torch.optim.SGD)
@@ -298,6 +301,17 @@ class JointOptimizer(Optimizer):
     def capped_classes(self) -> int:
         """How often the rotation angle of a class was limited so far, by `max_angle` or by 64 radians."""
         return self.riemannian.capped_classes if self.riemannian else 0
+
+
+def _warn_if_peft_froze_them(model: nn.Module, name: str) -> None:
+    """PEFT freezes everything that it is not told to train, and a new head then stays at its random subspaces."""
+    if any(type(module).__module__.split(".")[0] == "peft" for module in model.modules()):
+        head = name.removeprefix("base_model.model.").rpartition(".")[0]
+        warnings.warn(
+            "the head is frozen, since PEFT trains only adapters and what modules_to_save names: to train it, pass "
+            f"modules_to_save=[{head!r}] to the PEFT config",
+            stacklevel=3,
+        )
 
 
 def _optimizer_class(base: str | type[Optimizer]) -> tuple[type[Optimizer], dict[str, Any]]:
