@@ -83,6 +83,7 @@ def load_divided(save: Path, device: torch.device) -> nn.Module:
     A head without per-class weights stays whole in every process.
     """
     description = read_description(save)
+    check_described_head(description.head, save)
     options = {key: value for key, value in description.model_kwargs.items() if key != "pretrained"}
     model = create_model(description.model, description.num_classes, description.head, options, head_on_meta=True)
     if not all(isinstance(head, PerClassHead) for head in heads_of(model)):
