@@ -167,13 +167,6 @@ class RiemannianSGD(Optimizer):
             for p in group["params"]:
                 forget_gradient(p)
 
-    @torch.no_grad()
-    def create_state(self) -> None:
-        """Create the state that the first step would create, which loading a sharded checkpoint needs."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                self._create_state(p, group)
-
     def _create_state(self, p: Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         if group["momentum"] and "momentum_buffer" not in state:
