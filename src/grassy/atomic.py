@@ -1,4 +1,4 @@
-"""Whole files or none: written under a temporary name, flushed to the disk and renamed."""
+"""Atomic writes: a file is written under a temporary name, flushed to disk and renamed."""
 
 import contextlib
 import os
@@ -11,11 +11,11 @@ TEMPORARY = ".writing-"
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file under a temporary name and rename it: a crash at any moment leaves the old file or the new one."""
+    """Write a file under a temporary name and rename it. A crash leaves either the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
     try:
-        with temporary.open("xb") as file:  # not by tempfile, whose files are for their owner alone
+        with temporary.open("xb") as file:  # tempfile would make it readable by its owner only
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -30,13 +30,13 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def remove_torn_files(folder: Path) -> None:
-    """Remove what a killed process was writing."""
+    """Remove the temporary files of killed processes."""
     for file in folder.glob(f"{TEMPORARY}*"):
         file.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """Write a folder to the disk: only then is a rename in it safe from a power cut."""
+    """Flush a folder to disk, so that a rename in it survives a power failure."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -149,7 +149,7 @@ def resnet18_cifar(pretrained: bool = False, **options: Any) -> nn.Module:
     import timm
 
     if pretrained:
-        raise ValueError("there are no pretrained weights of resnet18_cifar")
+        raise ValueError("resnet18_cifar has no pretrained weights")
     model = timm.create_model("resnet18", **{"zero_init_last": False, **options, "pretrained_cfg": None})
     first = model.conv1
     model.conv1 = nn.Conv2d(first.in_channels, first.out_channels, 3, padding=1, bias=False)

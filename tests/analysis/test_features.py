@@ -247,8 +247,8 @@ def test_collapse_without_distinct_means_is_undefined():
 @pytest.mark.parametrize(
     ("weight", "error", "message"),
     [
-        (torch.randn(3, 5), ValueError, "features are 6 wide, the weight 5"),
-        (torch.randn(2, 6), ValueError, r"labels must lie in 0 .. 1.*got 2"),
+        (torch.randn(3, 5), ValueError, "features have width 6, but the weight has width 5"),
+        (torch.randn(2, 6), ValueError, r"labels must lie between 0 and 1.*got 2"),
         (torch.randn(6), ValueError, r"shape \(classes, width\).*got \(6,\)"),
         (torch.ones(3, 6).long(), TypeError, "weight must be floating point"),
         (torch.full((3, 6), math.nan), ValueError, "NaN or Inf, first in class 0"),
@@ -343,9 +343,14 @@ def test_spectra_do_not_depend_on_the_basis_nor_on_the_length_of_features():
 @pytest.mark.parametrize(
     ("labels", "weight", "error", "message"),
     [
-        (torch.arange(4), geometry.random_subspace(3, 2, 6), ValueError, r"labels must lie in 0 .. 2.*got 3"),
-        (torch.arange(4) - 1, geometry.random_subspace(4, 2, 6), ValueError, r"labels must lie in 0 .. 3.*got -1"),
-        (torch.arange(4), geometry.random_subspace(4, 2, 5), ValueError, "features are 6 wide.*weight 5"),
+        (torch.arange(4), geometry.random_subspace(3, 2, 6), ValueError, r"labels must lie between 0 and 2.*got 3"),
+        (
+            torch.arange(4) - 1,
+            geometry.random_subspace(4, 2, 6),
+            ValueError,
+            r"labels must lie between 0 and 3.*got -1",
+        ),
+        (torch.arange(4), geometry.random_subspace(4, 2, 5), ValueError, "features have width 6.*width 5"),
         (torch.arange(4), torch.randn(4, 6), ValueError, r"shape \(classes, k, width\).*got \(4, 6\)"),
         (torch.arange(4).float(), geometry.random_subspace(4, 2, 6), TypeError, "labels must be integers"),
     ],

@@ -130,10 +130,10 @@ def test_what_is_wrong_with_one_shard_all_ranks_say(tmp_path, good):
 def test_another_model_or_optimizer_is_refused(tmp_path, good):
     model, optimizer = build(sharded=False)
     other = nn.Sequential(nn.Linear(3, N))
-    with pytest.raises(ValueError, match=r"is of another model: it lacks model.0.bias"):
+    with pytest.raises(ValueError, match=r"belongs to another model: it lacks model.0.bias"):
         load_state(good, other)
     del model.scale
-    with pytest.raises(ValueError, match=r"is of another model: it has model.scale"):
+    with pytest.raises(ValueError, match=r"belongs to another model: it has model.scale"):
         load_state(good, model)
     model = Model(sharded=False)
     with pytest.raises(ValueError, match="that the model does not have: was it made before sharding"):

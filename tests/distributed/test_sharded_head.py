@@ -135,7 +135,7 @@ def test_what_cannot_be_done_is_said_in_one_sentence(results):
     words = {
         "all logits": "head.top(features, 5)",
         "soft targets": "takes class indices",
-        "a head of another kind": "MultiHead cannot be divided by class",
+        "a head of another kind": "MultiHead cannot be sharded by class",
         "a sample without shards": "shard_head(model, mesh) first",
         "smoothing a sample": "it must be 0, got 0.1",
     }

@@ -37,7 +37,7 @@ def cluster_order(distance: Tensor) -> Tensor:
     """
     distance = torch.as_tensor(distance)
     if distance.is_complex() or distance.dtype == torch.bool:
-        raise TypeError(f"distance must be real numbers, got {distance.dtype}")
+        raise TypeError(f"distance must hold real numbers, got {distance.dtype}")
     if distance.ndim != 2 or distance.shape[0] != distance.shape[1] or not len(distance):
         raise ValueError(f"distance must have shape (classes, classes), got {tuple(distance.shape)}")
     distance = distance.double().cpu()

@@ -30,7 +30,7 @@ def check_labels_of_classes(labels: Tensor, classes: int) -> None:
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= classes:
         wrong = low if low < 0 else high
-        raise ValueError(f"labels must lie in 0 .. {classes - 1}, the classes of the weight, got {wrong}")
+        raise ValueError(f"labels must lie between 0 and {classes - 1}, the classes of the weight, got {wrong}")
 
 
 def members_by_class(labels: Tensor) -> dict[int, Tensor]:

@@ -112,6 +112,6 @@ def _class_vectors(weight: Tensor, features: Tensor, labels: Tensor) -> Tensor |
     subspaces = weight.ndim == 3
     weight = check_weight(weight, "(classes, k, width)" if subspaces else "(classes, width)", 3 if subspaces else 2)
     if weight.shape[-1] != features.shape[1]:
-        raise ValueError(f"features are {features.shape[1]} wide, the weight {weight.shape[-1]}")
+        raise ValueError(f"features have width {features.shape[1]}, but the weight has width {weight.shape[-1]}")
     check_labels_of_classes(labels, len(weight))
     return None if subspaces else weight.to(features.device, torch.float64)

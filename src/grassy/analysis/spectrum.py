@@ -70,7 +70,7 @@ def class_spectra(features: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
     features, labels = check_labelled_features(features, labels)
     bases = orthonormal_bases(weight)
     if bases.shape[2] != features.shape[1]:
-        raise ValueError(f"features are {features.shape[1]} wide, the subspaces of the weight {bases.shape[2]}")
+        raise ValueError(f"features have width {features.shape[1]}, but the weight has width {bases.shape[2]}")
     check_labels_of_classes(labels, len(bases))
     bases = bases.to(features.device)
     moments = torch.full((*bases.shape[:2], bases.shape[1]), math.nan, dtype=torch.float64, device=features.device)

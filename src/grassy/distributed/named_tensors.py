@@ -51,7 +51,7 @@ def check_names(saved: Saved, prefix: str, names: set[str]) -> None:
     there = {name for name in saved.tensors if kind_of(name) == prefix}
     if wrong := sorted(there ^ names):
         where = "it has" if wrong[0] in there else "it lacks"
-        raise ValueError(f"{saved.path} is of another model: {where} {wrong[0]}")
+        raise ValueError(f"{saved.path} belongs to another model: {where} {wrong[0]}")
 
 
 def _named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[tuple[str, Tensor]]]:
@@ -97,16 +97,14 @@ def _by_parameter(tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
 def empty_optimizer_state(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return empty tensors for the saved state of an optimizer, sharded like its parameters."""
     if saved.optimizer is None:
-        raise ValueError(f"{saved.path} holds no state of an optimizer")
+        raise ValueError(f"{saved.path} holds no optimizer state")
     groups = _named_groups(model, optimizer)
     try:
         before = [list(group["params"]) for group in saved.optimizer["groups"]]
     except (KeyError, TypeError):
-        raise ValueError(
-            f"{saved.path / MANIFEST} is damaged: it does not say what the optimizer's groups are"
-        ) from None
+        raise ValueError(f"{saved.path / MANIFEST} is damaged: it lacks the groups of the optimizer") from None
     if before != [[name for name, _ in params] for params in groups]:
-        raise ValueError(f"{saved.path} has the state of an optimizer with other groups of parameters")
+        raise ValueError(f"{saved.path} holds the state of an optimizer with different parameter groups")
     states, tensors = _by_parameter(saved.tensors), dict[str, Tensor]()
     for group, params in zip(optimizer.param_groups, groups, strict=True):
         on_device = group.get("capturable") or group.get("fused")

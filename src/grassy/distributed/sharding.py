@@ -78,11 +78,11 @@ def shard_head(model: nn.Module, mesh: DeviceMesh, *, seed: int = 0) -> nn.Modul
         raise ValueError(f"mesh must have one dimension, over which classes are sharded, got {mesh.ndim}")
     heads = heads_of(model)
     if not heads:
-        raise ValueError("the model has no head of grassy's: call grassy.replace_head(model, 'grassmann', k=8) first")
+        raise ValueError("the model has no grassy head: call grassy.replace_head(model, 'grassmann', k=8) first")
     for head in heads:
         if not isinstance(head, PerClassHead):
             raise ValueError(
-                f"{type(head).__name__} cannot be divided by class; these can: arcface, cosine, grassmann, linear, "
+                f"{type(head).__name__} cannot be sharded by class; these can: arcface, cosine, grassmann, linear, "
                 "subcenter-arcface"
             )
     for head in heads:

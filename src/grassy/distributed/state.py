@@ -155,7 +155,7 @@ def load_tensors(saved: Saved, tensors: Mapping[str, Tensor], alone: bool = Fals
     for name, tensor in tensors.items():
         dtype, shape = saved.tensors.get(name, (None, ()))
         if dtype is None:
-            raise ValueError(f"{saved.path} has no {name}: is it of another model?")
+            raise ValueError(f"{saved.path} has no {name}: does it belong to another model?")
         if (dtype, shape) != (tensor.dtype, tuple(tensor.shape)):
             raise ValueError(
                 f"{saved.path} has {name} of shape {list(shape)} in {dtype}, not {list(tensor.shape)} in {tensor.dtype}"
@@ -181,7 +181,7 @@ def _check_options(saved: Saved, tensors: Mapping[str, Tensor]) -> None:
     load_tensors(saved, found)
     for name, tensor in own.items():
         if what := difference(decode(found[name]), decode(tensor)):
-            raise ValueError(f"{saved.path} is of another head: {what}")
+            raise ValueError(f"{saved.path} belongs to a head with different options: {what}")
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ class GrassmannHead(PerClassHead):
         if not 0 < number(sample) <= 1:
             raise ValueError(f"sample must lie in (0, 1], the fraction of classes in an update, got {sample!r}")
         if sample < 1 and not riemannian:
-            raise ValueError("sample needs riemannian=True: ordinary optimizers cannot update some classes alone")
+            raise ValueError("sample needs riemannian=True: ordinary optimizers cannot update a subset of the classes")
         dims = _dims(k, num_classes)
         largest = max(dims) if isinstance(dims, list) else dims
         if largest > in_features:
@@ -345,7 +345,7 @@ def _return_to_manifold(head: nn.Module, state_dict: dict[str, Any], prefix: str
         others = 0 if shards.is_distributed(given) else len(empty) - 1  # a process knows only its own classes
         raise ValueError(
             f"{key} is not a weight of subspaces: class {first} has no direction, its rows are zero"
-            + (f", and so have {others} others" if others else "")
+            + (f" (and {others} more classes)" if others else "")
         )
     here = geometry.orthonormality_error(weight) if weight.shape[0] else weight.new_zeros(())
     error = float(shards.largest_of_all(here.detach(), given))  # so that all processes agree

@@ -52,7 +52,7 @@ def explain(
     Examples:
         >>> import torch, grassy
         >>> grassy.kernels.explain(torch.randn(10, 4, 64))["native"]
-        'it pays for weights of 1,048,576 elements and more'
+        'it pays off for weights with at least 1,048,576 elements'
     """
     asked = StepOptions(**options)  # type: ignore[arg-type]
     return {name: _why_not(name, weight, grad, momentum_buffer, asked) for name in _order(weight)}
@@ -131,7 +131,7 @@ def _why_not(
     name: str, weight: Tensor, grad: Tensor | None, momentum_buffer: Tensor | None, options: StepOptions
 ) -> str | None:
     if name == "native" and weight.numel() < native.WORTH_COMPILING_FOR:
-        return f"it pays for weights of {native.WORTH_COMPILING_FOR:,} elements and more"
+        return f"it pays off for weights with at least {native.WORTH_COMPILING_FOR:,} elements"
     return _unsupported(name, weight, grad, momentum_buffer, options)
 
 

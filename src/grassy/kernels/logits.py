@@ -51,9 +51,9 @@ def supports(x: Tensor, weight: Tensor, gamma: float | Tensor) -> str | None:
     if not plain or torch._C._are_functorch_transforms_active():
         return "the operators support neither subclasses of Tensor nor the transforms of torch.func"
     if not {x.dtype, weight.dtype, product_dtype(x, weight)} <= set(DTYPES):
-        return "it computes in float32 and bfloat16"
+        return "it supports float32 and bfloat16"
     if weight.ndim != 3 or not x.ndim or not x.shape[-1] == weight.shape[-1] > 0 or x.device != weight.device:
-        return "features (..., N) and weight (C, K, N) do not fit each other, or are on different devices"
+        return "features (..., N) and weight (C, K, N) have incompatible shapes or are on different devices"
     return None
 
 

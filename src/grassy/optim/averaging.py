@@ -89,7 +89,7 @@ class AveragedModel(swa_utils.AveragedModel):
         """
         averages, currents = _subspaces(self.module), _subspaces(model)
         if [w.shape for w in averages] != [w.shape for w in currents]:
-            raise ValueError("the model's subspaces differ in number or shape from those that are being averaged")
+            raise ValueError("the model's subspaces differ in number or shape from the averaged ones")
         for average, current in zip(averages, currents, strict=True):
             average.copy_(geometry.align(average, current.to(average)))
         super().update_parameters(model)

@@ -266,7 +266,7 @@ class JointOptimizer(Optimizer):
         if saved != own:
             raise ValueError(
                 f"the saved optimizer has groups on {saved}, this one on {own}: was it saved by grassy.make_optimizer "
-                "for the same kind of model, and with the same weight_decay and layer_decay, which make groups?"
+                "for the same kind of model, with the same weight_decay and layer_decay, which determine the groups?"
             )
         refuse_spectral_steps(state_dict["param_groups"])
         for group, old in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -281,7 +281,7 @@ class JointOptimizer(Optimizer):
                 if group[MANIFOLD] != EUCLIDEAN and momentum is not None and momentum.shape != p.shape:
                     raise ValueError(
                         f"the saved optimizer has a momentum of shape {tuple(momentum.shape)} for subspaces of shape "
-                        f"{tuple(p.shape)}: is it of a head with another k, or other classes?"
+                        f"{tuple(p.shape)}: was it saved for a head with another k or number of classes?"
                     )
         super().load_state_dict(state_dict)
 
