@@ -1,5 +1,6 @@
 """The documentation site: it builds strictly, opens from disk, fetches nothing, and has every public name."""
 
+import dataclasses
 import importlib
 import inspect
 import os
@@ -13,6 +14,7 @@ import pytest
 from benchmarks.browser import browser
 
 import grassy
+from grassy.runs.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
 #: Modules that list their public names, and modules all of whose names are public.
@@ -66,6 +68,12 @@ def test_every_public_name_is_on_a_page_of_the_reference_with_a_docstring(site):
             assert value.__doc__, f"{path} has no docstring"
     for name in grassy.__all__:
         assert f"<code>{name}</code>" in overview, f"the overview of the reference lacks {name}"
+
+
+def test_every_field_of_a_recipe_is_in_the_reference(site):
+    known = inventory(site)
+    fields = [field.name for field in dataclasses.fields(Recipe)]
+    assert [name for name in fields if f"grassy.runs.recipe.Recipe.{name}" not in known] == []
 
 
 def test_every_page_of_the_docs_is_in_the_navigation(site):

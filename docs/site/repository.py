@@ -40,7 +40,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    if page.is_homepage:
+    if page.is_homepage or page.parent is None:  # a list of neighbours would be empty, and tables and code are wide
         page.meta["hide"] = ["navigation"]
 
     def with_page(match: re.Match[str]) -> str:
