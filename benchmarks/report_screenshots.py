@@ -12,6 +12,7 @@ from benchmarks.browser import browser
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 #: For each picture: width and height of the window, the theme, and the section to show.
 PICTURES = {
+    "demo-light.png": (1280, 860, "light", "idea"),
     "report-light.png": (1280, 1000, "light", "overview"),
     "report-dark.png": (1280, 800, "dark", "confusions"),
     "report-phone.png": (390, 844, "light", "classes"),
@@ -28,8 +29,12 @@ def main() -> None:
         for name, (width, height, theme, section) in PICTURES.items():
             window.emulate(width, height, theme)
             window.open(args.page.absolute())
+            if not window.run("return document.getElementById(arguments[0]) !== null", section):
+                continue  # only the page of the demo has the idea
             window.run(
-                "if (arguments[0] !== 'overview') document.getElementById(arguments[0]).scrollIntoView()", section
+                "if (document.querySelector('main > section').id !== arguments[0])"
+                "  document.getElementById(arguments[0]).scrollIntoView()",
+                section,
             )
             window.wait("[...document.images].every((image) => image.complete || image.loading === 'lazy')")
             time.sleep(0.3)  # until pictures in view are painted

@@ -91,7 +91,7 @@ def test_every_extra_that_a_message_names_exists():
 @pytest.mark.parametrize(
     ("extra", "modules"),
     [
-        ("demo", ("matplotlib", "PIL", "rich", "sklearn", "scipy")),
+        ("demo", ("PIL", "rich", "sklearn", "scipy")),
         ("train", ("timm", "torchvision", "yaml", "rich", "tensorboard")),
         ("export", ("onnx", "onnxscript", "timm")),
         ("transfer", ("timm", "torchvision", "sklearn")),

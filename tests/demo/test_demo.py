@@ -1,13 +1,17 @@
+import dataclasses
 import json
 import platform
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.image import imread
 
 import grassy
 from grassy.demo import experiment as demo
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +21,7 @@ def quick(tmp_path_factory):
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch, (folder.parent / "printed").open("w+", encoding="utf-8") as printed:
         patch.setattr(sys, "stdout", printed)
-        patch.setenv("COLUMNS", "120")
+        patch.setenv("COLUMNS", "80")
         result = demo.run(folder, demo.QUICK)
         printed.seek(0)
         lines = printed.read().splitlines()
@@ -33,38 +37,41 @@ def test_the_numbers_file_is_strict_json_and_holds_the_result(quick):
 
     saved = json.loads((folder / "demo.json").read_text(), parse_constant=refuse)
     assert saved == json.loads(json.dumps(result))
-    assert saved["settings"]["gamma"] == demo.QUICK.gamma
+    assert saved["settings"] == dataclasses.asdict(demo.QUICK)
     assert saved["versions"]["grassy"] == grassy.__version__
-    assert len(saved["runs"]) == 2 * demo.QUICK.seeds
+    assert len(saved["runs"]) == (len(demo.HEADS) + 1) * demo.QUICK.seeds  # and the pixels
 
 
-def test_the_table_shows_the_means_and_deviations_of_the_saved_runs(quick):
+def test_the_table_shows_the_means_of_the_saved_runs_on_80_columns(quick):
     _, lines, folder = quick
     runs = json.loads((folder / "demo.json").read_text())["runs"]
-    for head in ("linear", "grassmann k=4"):
-        row = next(line for line in lines if line.startswith(head))
-        shown = row.removeprefix(head).replace("±", " ").split()
-        expected = []
-        for key, _, digits in demo.MEASURES:
-            values = torch.tensor([run[key] for run in runs if run["head"] == head], dtype=torch.float64)
-            expected += [f"{values.mean():.{digits}f}", f"{values.std():.{digits}f}"]
-        assert shown == expected
+    for key, title, digits in demo.MEASURES:
+        row = next(line for line in lines if line.startswith(f"{title} "))
+        assert len(row) <= 80
+        shown = row.removeprefix(title).split()
+        for head, cell in zip((*demo.HEADS, "pixels"), shown, strict=False):
+            values = [run[key] for run in runs if run["head"] == head and key in run]
+            assert cell == (f"{sum(values) / len(values):.{digits}f}" if values else "–")
 
 
-def test_without_a_terminal_every_run_is_one_plain_line_and_the_last_line_says_where_the_files_are(quick):
-    _, lines, folder = quick
-    assert sum(line.startswith("seed ") for line in lines) == 2 * demo.QUICK.seeds
+def test_the_last_lines_name_the_page_and_say_in_three_sentences_what_was_seen(quick):
+    result, lines, folder = quick
+    assert sum(line.startswith("seed ") for line in lines) == len(demo.HEADS) * demo.QUICK.seeds
     assert not any("\x1b" in line or "\r" in line for line in lines)
-    assert lines[-2] == f"Saved {folder / 'demo.png'} and {folder / 'demo.json'}"
-    assert lines[-1].endswith(f"open {folder / 'report.html'} in a browser")
+    (page,) = [i for i, line in enumerate(lines) if line.startswith(f"Open {folder / 'report.html'} in a browser.")]
+    assert " ".join(" ".join(lines[page + 1 :]).split()) == " ".join(result["sentences"])
+    assert [sentence.split(":")[0] for sentence in result["sentences"]] == ["Spread", "Kept", "Not seen"]
 
 
-def test_the_picture_is_one_and_nothing_else_is_left_in_the_folder(quick):
-    _, _, folder = quick
-    pixels = imread(folder / "demo.png")
-    assert pixels.shape[1] >= 1500
-    assert pixels.std() > 0.05  # not blank
-    assert sorted(path.name for path in folder.iterdir()) == ["demo.json", "demo.png", "report.html"]
+def test_the_page_begins_with_the_idea_and_nothing_else_is_left_in_the_folder(quick):
+    result, _, folder = quick
+    assert sorted(path.name for path in folder.iterdir()) == ["demo.json", "report.html"]
+    page = (folder / "report.html").read_text()
+    assert re.search(r"<section id=\"(\w+)\"", page)[1] == "idea"
+    test_images = len(demo.split_digits(0).test[1])
+    assert page.count("<image ") == 2 * test_images  # each of them once with softmax and once with subspaces
+    assert all(sentence in page for sentence in result["sentences"])
+    assert "{{" not in page.split("<script", 1)[0]
 
 
 def test_the_numbers_file_names_the_platform_and_no_folder(quick):
@@ -76,34 +83,63 @@ def test_the_numbers_file_names_the_platform_and_no_folder(quick):
 def test_a_seed_gives_the_same_numbers_again(quick):
     result, _, _ = quick
     split = demo.split_digits(1)
+    name, options = demo.HEADS[demo.OURS]
     torch.manual_seed(1)
-    model = demo.build("grassmann", {"k": 4, "gamma": demo.QUICK.gamma}, demo.QUICK)
+    model = demo.build(name, options, demo.QUICK)
     torch.manual_seed(1)
     demo.train(model, split.train, demo.QUICK, lambda loss: None)
-    (before,) = [run for run in result["runs"] if run["head"] == "grassmann k=4" and run["seed"] == 1]
+    (before,) = [run for run in result["runs"] if run["head"] == demo.OURS and run["seed"] == 1]
     again = demo.measure(model, split, seed=1)
     # The demo runs on one thread, this test on as many as there are: sums may differ in their last digits.
-    assert again["variability"] == pytest.approx(before["variability"], rel=1e-2)
-    assert again["accuracy"] == pytest.approx(before["accuracy"], abs=2)
+    assert again["angle"] == pytest.approx(before["angle"], rel=1e-2)
+    assert again["one_shot"] == pytest.approx(before["one_shot"], abs=2)
 
 
-def test_trained_and_held_out_classes_share_no_image_and_no_digit():
+def test_trained_and_unseen_classes_share_no_image_and_no_digit():
     split = demo.split_digits(3)
     assert split.held_out == [9, 0, 1]
-    parts = [split.train, split.test, split.held_out_fit, split.held_out_score]
-    assert [sorted(labels.unique().tolist()) for _, labels in parts] == [list(range(7))] * 2 + [list(range(3))] * 2
-    images = torch.cat([images for images, _ in parts]).flatten(1)
-    assert len(images) == 1797
-    assert len(images.unique(dim=0)) == 1797  # no image of the data set occurs twice
+    assert split.unseen[1].unique().tolist() == [0, 1, 9]
+    assert [part[1].unique().tolist() for part in (split.train, split.test)] == [list(range(7))] * 2
+    images = torch.cat([part[0] for part in (split.train, split.test, split.unseen)]).flatten(1)
+    assert len(images) == len(images.unique(dim=0)) == 1797  # no image of the data set occurs twice
 
 
-def test_the_pixels_that_features_are_compared_with_are_in_the_caption(quick):
-    result, lines, _ = quick
-    pixels = torch.tensor(result["held_out_accuracy_of_pixels"], dtype=torch.float64)
-    assert f"pixels themselves: {pixels.mean():.1f} ± {pixels.std():.1f}." in " ".join(" ".join(lines).split())
+def test_after_ten_seeds_every_digit_was_held_out_three_times():
+    held_out = [digit for seed in range(demo.FULL.seeds) for digit in demo.split_digits(seed).held_out]
+    assert sorted(held_out) == sorted(3 * list(range(10)))
 
 
-def test_one_seed_has_a_mean_and_no_deviation():
-    run = {"head": "linear", "seed": 0, **{key: 12.0 for key, _, _ in demo.MEASURES}}
-    assert demo.summarize([run])["linear"]["accuracy"] == {"mean": 12.0, "std": None}
-    assert demo._plus_minus({"mean": 12.0, "std": None}, 1) == "12.0"
+def runs_with(ours, softmax):
+    """Runs of three seeds whose measures are these values, those of the other heads being 50."""
+    values = {demo.OURS: ours, demo.SOFTMAX: softmax}
+    return [
+        {"head": head, "seed": seed, **{key: values.get(head, [50.0] * 3)[seed] for key, _, _ in demo.MEASURES}}
+        for head in (*demo.HEADS, "pixels")
+        for seed in range(3)
+    ]
+
+
+def test_the_sentences_say_so_when_subspaces_do_not_win():
+    *_, better = demo.sentences(runs_with([70.0, 71, 72], [60.0, 61.5, 62]))
+    assert "clear gain" not in better
+    *_, alike = demo.sentences(runs_with([70.0, 71, 72], [60.0, 75, 80]))
+    assert "a clear gain in accuracy on trained digits" in alike
+    spread, kept, worse = demo.sentences(runs_with([60.0, 61.5, 62], [70.0, 71, 72]))
+    assert "a clear gain in accuracy on unseen digits" in worse
+    assert "(-9.8, 95 % CI " in spread
+    assert "(-9.8, 95 % CI " in kept
+
+
+def test_the_results_page_shows_the_figures_of_the_file_beside_it():
+    result = json.loads((DOCS / "images" / "demo.json").read_text())
+    page = (DOCS / "results.md").read_text()
+    for row in demo.rows(result, (demo.SOFTMAX, demo.STANDARDIZED)):
+        assert f"| {' | '.join(row)} |" in page
+    assert result["sentences"] == demo.sentences(result["runs"])
+    assert result["settings"] == dataclasses.asdict(demo.FULL)
+
+
+def test_one_seed_has_differences_and_no_interval():
+    runs = [run for run in runs_with([70.0] * 3, [60.0] * 3) if run["seed"] == 0]
+    assert demo.summarize(runs)["angle"][f"{demo.OURS} - {demo.SOFTMAX}"] == {"mean": 10, "low": None, "high": None}
+    assert "(+10.0)" in demo.sentences(runs)[0]

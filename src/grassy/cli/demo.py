@@ -11,7 +11,7 @@ def add(commands: Commands) -> None:
     parser = add_command(
         commands,
         "demo",
-        "compare linear and Grassmann heads on handwritten digits, in one to two minutes",
+        "show what subspaces do to features, on handwritten digits, in about a minute",
         "grassy demo",
     )
     parser.add_argument(
@@ -19,10 +19,10 @@ def add(commands: Commands) -> None:
         type=Path,
         default=Path("runs/demo"),
         metavar="FOLDER",
-        help="folder for demo.png and demo.json (default: runs/demo)",
+        help="folder for the page and the numbers (default: runs/demo)",
     )
     parser.add_argument("--seeds", type=int, metavar="N", help="number of times to train each head")
-    parser.add_argument("--quick", action="store_true", help="two heads, two epochs: only to check that it runs")
+    parser.add_argument("--quick", action="store_true", help="two seeds, two epochs: only to check that it runs")
     parser.set_defaults(run=run, extra="demo")
 
 

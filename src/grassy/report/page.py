@@ -198,14 +198,14 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 # ------------------------------------------------------------------------------------------------ the file
 
 
-def write_page(runs: Sequence[PageRun], output: Path, title: str = "") -> Path:
-    """One HTML file, written whole or not at all."""
-    text = render_page(runs, title)
+def write_page(runs: Sequence[PageRun], output: Path, title: str = "", opening: str = "") -> Path:
+    """One HTML file, written whole or not at all. opening: a section of trusted HTML that comes first."""
+    text = render_page(runs, title, opening)
     write_atomically(output, lambda file: file.write(text.encode()))
     return output
 
 
-def render_page(runs: Sequence[PageRun], title: str = "") -> str:
+def render_page(runs: Sequence[PageRun], title: str = "", opening: str = "") -> str:
     shown = dict.fromkeys(uri for run in runs for uri in run.pictures if uri is not None)
     pictures = {uri: number for number, uri in enumerate(shown)}  # an image that two runs show is kept once
     data = {
@@ -230,6 +230,7 @@ def render_page(runs: Sequence[PageRun], title: str = "") -> str:
         "styles": "\n".join(map(_file, STYLES)),
         "scripts": "\n".join(map(_file, SCRIPTS)),
         "data": script_safe_json(data),
+        "opening": opening,
     }
     # In one pass: what is put in is not searched for places to put things.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: contents[match[1]], _file("page.html"))
