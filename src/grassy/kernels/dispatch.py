@@ -107,12 +107,12 @@ def geodesic_steps(
             continue
         flag = None if skip is None or by_host else skip.to(weight.device, non_blocking=True)
         rates = _for_device(lr, "lr", weight), _for_device(momentum, "momentum", weight)
+        if name == "cuda":  # whose products are its own
+            weights, grads, buffers = ([heads[i][part] for i in numbers] for part in range(3))
+            totals = [counts[i] for i in numbers]
+            cuda.geodesic_steps(weights, grads, buffers, *rates, options, totals, flag)  # type: ignore[arg-type]
+            continue
         with exact_products(weight):
-            if name == "cuda":
-                weights, grads, buffers = ([heads[i][part] for i in numbers] for part in range(3))
-                totals = [counts[i] for i in numbers]
-                cuda.geodesic_steps(weights, grads, buffers, *rates, options, totals, flag)  # type: ignore[arg-type]
-                continue
             (number,) = numbers
             try:
                 _module(name).geodesic_step(*heads[number], *rates, options, counts[number], flag)
@@ -154,6 +154,8 @@ def _module(name: str) -> ModuleType:
 
 def _launches(heads: Sequence[Head], options: StepOptions, impl: str) -> list[tuple[str, list[int]]]:
     """Return pairs of an implementation and the indices of the heads that it steps in one launch."""
+    if len(heads) == 1:
+        return [(choose(impl, *heads[0], options), [0])] if heads[0][0].numel() else []
     alike: dict[object, list[int]] = {}
     seen: dict[int, int] = {}  # a weight that is given twice makes two steps in order
     for i, head in enumerate(heads):

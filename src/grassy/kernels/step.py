@@ -1,5 +1,6 @@
 """The public functions of the step: checks, then the dispatcher, or a custom operator under torch.compile."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,17 +92,34 @@ def geodesic_steps(
         ValueError: As `geodesic_step`.
         RuntimeError: As `geodesic_step`.
     """
-    asked = StepOptions(**options)
     heads = list(zip(weights, grads, momentum_buffers, strict=True))
-    for head in heads:
-        _check_head(*head)
     if counts is None:
         counts = [torch.zeros(2, dtype=torch.int64, device=weight.device) for weight in weights]
-    for weight, count in zip(weights, counts, strict=True):
-        _check_counts(weight, count)
-    take = operators.geodesic_steps if torch.compiler.is_compiling() else dispatch.geodesic_steps
-    take(heads, lr, momentum, asked, counts, skip, impl)
+    take_steps(heads, lr, momentum, counts, skip, impl, **options)
     return [StepCounts(count[0], count[1]) for count in counts]
+
+
+def take_steps(
+    heads: Sequence[dispatch.Head],
+    lr: float | Tensor,
+    momentum: float | Tensor,
+    counts: Sequence[Tensor],
+    skip: Tensor | None = None,
+    impl: str = "auto",
+    **options: Any,
+) -> None:
+    """`geodesic_steps` for callers without autograd who add up the counts: two indices less for a GPU to launch."""
+    compiling = torch.compiler.is_compiling()
+    asked = StepOptions(**options) if compiling else _checked(**options)
+    for head, count in zip(heads, counts, strict=True):
+        _check_head(*head)
+        _check_counts(head[0], count)
+    take = operators.geodesic_steps if compiling else dispatch.geodesic_steps
+    take(heads, lr, momentum, asked, counts, skip, impl)
+
+
+#: Options are checked once, not in every step.
+_checked = functools.lru_cache(StepOptions)
 
 
 def _check_head(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None) -> None:
@@ -114,12 +132,16 @@ def _check_head(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None) ->
         raise ValueError(
             f"need weight and gradient of one shape (C, K, N), got {tuple(weight.shape)} and {tuple(grad.shape)}"
         )
+    device = weight.device
+    if grad.device == device and (
+        momentum_buffer is None or (momentum_buffer.shape == weight.shape and momentum_buffer.device == device)
+    ):
+        return
     others = [tensor for tensor in (grad, momentum_buffer) if tensor is not None]
-    if any(tensor.shape != weight.shape or tensor.device != weight.device for tensor in others):
-        raise ValueError(
-            f"need gradient and momentum of the weight's shape {tuple(weight.shape)} on {weight.device}, got "
-            + " and ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in others)
-        )
+    raise ValueError(
+        f"need gradient and momentum of the weight's shape {tuple(weight.shape)} on {weight.device}, got "
+        + " and ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in others)
+    )
 
 
 def _check_counts(weight: Tensor, count: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from grassy import geometry, kernels, shards
 from grassy.kernels import StepOptions
 from grassy.kernels.sampling import forget_gradient, gradient_of_some
+from grassy.kernels.step import take_steps
 
 REPAIR_ABOVE, REFUSE_ABOVE = 1e-5, 0.1
 #: Keys of a parameter group that are fields of `StepOptions`.
@@ -109,24 +110,27 @@ class RiemannianSGD(Optimizer):
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group in self.param_groups:
             self._step_of_samples(group, grad_scale, found_inf)
-            params = [p for p in group["params"] if p.grad is not None]
-            if any(p.grad.is_sparse for p in params):
-                raise TypeError("RiemannianSGD does not support sparse gradients")
-            for p in params:
-                self._create_state(p, group)
-            # Each process updates its own shard, without communication.
-            grads = [shards.local(p.grad) for p in params]
-            buffers = [self.state[p].get("momentum_buffer") for p in params]
-            if grad_scale is not None:  # not in place, so that p.grad stays as it is
-                grads = [grad / grad_scale.to(grad.device, non_blocking=True) for grad in grads]
-            kernels.geodesic_steps(
-                [shards.local(p) for p in params],
-                grads,
-                [None if buffer is None else shards.local(buffer) for buffer in buffers],
+            heads, counts = [], []
+            for p in group["params"]:
+                if (grad := p.grad) is None:
+                    continue
+                if grad.is_sparse:
+                    raise TypeError("RiemannianSGD does not support sparse gradients")
+                state = self._create_state(p, group)
+                # Each process updates its own shard, without communication.
+                grad, buffer = shards.local(grad), state.get("momentum_buffer")
+                if grad_scale is not None:  # not in place, so that p.grad stays as it is
+                    grad = grad / grad_scale.to(grad.device, non_blocking=True)
+                heads.append((shards.local(p), grad, None if buffer is None else shards.local(buffer)))
+                counts.append(state["counts"])
+            if not heads:
+                continue
+            take_steps(
+                heads,
                 _rate(group),
                 group["momentum"],
-                skip=found_inf if isinstance(found_inf, Tensor) else None,  # the int 0 if there are no gradients
-                counts=[_counts(self.state[p], p.device) for p in params],
+                counts,
+                found_inf if isinstance(found_inf, Tensor) else None,  # the int 0 if there are no gradients
                 **{name: group[name] for name in STEP_OPTIONS},
             )
         return loss
@@ -167,12 +171,13 @@ class RiemannianSGD(Optimizer):
             for p in group["params"]:
                 forget_gradient(p)
 
-    def _create_state(self, p: Tensor, group: dict[str, Any]) -> None:
+    def _create_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[p]
         if group["momentum"] and "momentum_buffer" not in state:
             dtype = torch.bfloat16 if group["bfloat16_momentum"] else p.dtype
             state["momentum_buffer"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
         _counts(state, p.device)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = getattr(self, "param_groups", [])

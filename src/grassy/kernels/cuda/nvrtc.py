@@ -31,7 +31,7 @@ class Kernel:
         """Launch on torch's current stream. Tensors become pointers, floats doubles; ints and structs stay."""
         self._allow(shared)
         values = [_as_c(argument) for argument in arguments]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         size = (blocks, 1, 1, threads, 1, 1, shared)
         _check(self._driver.cuLaunchKernel(self._function, *size, stream, pointers, None))

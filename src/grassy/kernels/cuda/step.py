@@ -81,6 +81,7 @@ class Plan(NamedTuple):
 STREAMED = Plan(32, 32, 1, 32, 8, 1)
 
 
+@functools.cache
 def plan(k: int, n: int, capability: tuple[int, int]) -> Plan | None:
     """Return how to launch the kernel for classes of K x N, or None if it does not support them."""
     if k > MOST_ROWS or capability < (8, 0):
@@ -110,6 +111,11 @@ def _plan(k: int, n: int, classes: int, capability: tuple[int, int]) -> Plan | N
     return Plan(k, rows, cluster, columns, warps, max(1, min(by_registers, by_memory)), classes)
 
 
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def supports(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None, options: StepOptions) -> str | None:
     """Return why the kernels cannot make this step, or None if they can. The first call for a shape compiles."""
     if weight.device.type != "cuda" or torch.version.cuda is None:
@@ -124,7 +130,7 @@ def supports(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None, optio
     _, k, n = weight.shape
     if k > MOST_ROWS:
         return f"it supports k up to {MOST_ROWS}"
-    capability = torch.cuda.get_device_capability(weight.device)
+    capability = _capability(weight.device)
     chosen = plan(k, n, capability)
     if chosen is None:
         old = capability < (8, 0)
@@ -186,7 +192,7 @@ def geodesic_steps(
     buffers = [buffer for buffer in momentum_buffers if buffer is not None]
     weight, dtypes = weights[0], (grads[0].dtype, buffers[0].dtype if buffers else torch.float32)
     _, k, n = weight.shape
-    chosen = plan(k, n, torch.cuda.get_device_capability(weight.device))
+    chosen = plan(k, n, _capability(weight.device))
     assert chosen is not None
     max_angle = options.max_angle
     lr, momentum, skip = (_as_float32(value, weight.device) for value in (lr, momentum, skip))
