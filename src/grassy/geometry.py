@@ -6,12 +6,11 @@ Leading dimensions are batch dimensions and broadcast.
 
 Zero rows are absent directions: a point with k_i nonzero rows lies on G(k_i, n). Every function here keeps them zero.
 
-All functions compute in at least float32 with full-precision matmuls, under autocast too. The result has the promoted
-dtype of the arguments.
+Functions of subspaces compute in at least float32 with full-precision matmuls, under autocast too. Their result has
+the promoted dtype of the arguments.
 
-A geodesic depends on its velocity H only through the K x K Gram matrix A = H Hᵀ, by the entire functions cos√X and
-sin√X/√X of X = t²A. So no singular value decomposition of a K x N matrix is needed. Formulas: Edelman, Arias, Smith
-1998 (EAS); Bendokat, Zimmermann, Absil 2024 (BZA).
+A geodesic with velocity H needs no singular value decomposition of H. It uses the entire functions cos√X and sin√X/√X
+of the K x K matrix X = t² H Hᵀ. Formulas: Edelman, Arias, Smith 1998 (EAS); Bendokat, Zimmermann, Absil 2024 (BZA).
 """
 
 import functools
@@ -177,8 +176,7 @@ def geodesic(weight: Tensor, tangent: Tensor, t: float = 1.0) -> Tensor:
 def transport(weight: Tensor, direction: Tensor, tangent: Tensor, t: float = 1.0) -> Tensor:
     """Transport a tangent vector Δ parallel along the geodesic from W with velocity H, for time t. An isometry.
 
-    EAS Theorem 2.4: with X = t² H Hᵀ and K = Δ Hᵀ, the result is
-    Δ − t² K [(1 − cos√X)/X] H − t K [sin√X/√X] W.
+    EAS Theorem 2.4. Let X = t² H Hᵀ and K = Δ Hᵀ. The result is Δ − t² K [(1 − cos√X)/X] H − t K [sin√X/√X] W.
 
     Args:
         weight: Subspaces W, (..., K, N).

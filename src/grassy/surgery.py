@@ -267,9 +267,9 @@ def _describe_in_config(module: nn.Module, head: Head, classifier: str | None) -
 
 
 def _saving_with_description(where: dict[str, str]) -> Callable[..., Any]:
-    """A `save_pretrained` that describes the head of this model: other models may share its config.
+    """Return a `save_pretrained` that first describes the head in the config, which other models may share.
 
-    where: the entry "classifier" of the description, if the user named the layer.
+    `where` is the entry "classifier" of the description, if the user named the layer.
     """
 
     def save_pretrained(self: Any, *args: Any, **options: Any) -> Any:

@@ -80,7 +80,7 @@ DAMAGE = {
     ),
     "state.json of a path outside": (
         lambda save: resealed(save, lambda content: content["files"].update({"../x.safetensors": {}})),
-        "no name of a file of tensors",
+        "not the name of a tensor file",
     ),
     "a shard left out of state.json": (
         lambda save: (
@@ -141,5 +141,5 @@ def test_another_model_or_optimizer_is_refused(tmp_path, good):
     model.weight = nn.Parameter(torch.zeros(CLASSES + 1, K, N))
     with pytest.raises(ValueError, match=r"model.weight of shape \[9, 2, 4\] in torch.float32, not \[10, 2, 4\]"):
         load_state(good, model)
-    with pytest.raises(ValueError, match="holds no whole save"):
+    with pytest.raises(ValueError, match="holds no complete save"):
         load_state(tmp_path, model)

@@ -193,9 +193,9 @@ def circular():
 @pytest.mark.parametrize(
     ("plain", "error", "words"),
     [
-        ({"names": {"a"}}, TypeError, "plain must hold only what JSON can: Object of type set"),
-        ({(1, 2): 3}, TypeError, "plain must hold only what JSON can: keys must be str"),
-        ({"loop": circular()}, ValueError, "plain must hold only what JSON can: Circular reference"),
+        ({"names": {"a"}}, TypeError, "plain must be valid JSON: Object of type set"),
+        ({(1, 2): 3}, TypeError, "plain must be valid JSON: keys must be str"),
+        ({"loop": circular()}, ValueError, "plain must be valid JSON: Circular reference"),
     ],
 )
 def test_what_json_cannot_hold_is_refused_before_anything_is_written(tmp_path, plain, error, words):

@@ -13,9 +13,9 @@ from grassy.analysis.labelled import ROWS_AT_ONCE, check_labelled_features, chec
 def effective_rank(coordinates: Tensor) -> Tensor:
     """Return the effective rank of sets of vectors: how many directions they use.
 
-    It is exp(−Σ p_i log p_i), where p_i = σ_i²/Σσ² is the fraction of energy along the i-th principal direction and σ_i
-    are the singular values of the coordinates. Vectors spread evenly over m orthogonal directions have effective rank
-    m. It does not depend on the basis or the scale.
+    It is exp(−Σ p_i log p_i), where p_i = σ_i²/Σσ² is the fraction of energy along the i-th principal direction. The
+    σ_i are the singular values of the coordinates. Vectors spread evenly over m orthogonal directions have effective
+    rank m. It does not depend on the basis or the scale.
 
     Coordinates are not centred: a class that sits at one point of its subspace uses one direction. Roy & Vetterli
     (2007), who introduced the name, use p_i = σ_i/Σσ. We use energies, because they add up to the squared logit.

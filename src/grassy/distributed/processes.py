@@ -1,4 +1,4 @@
-"""One process of a run, or one of many: what torchrun says, and sums over all of them."""
+"""The processes of a run: joining them under torchrun, their devices, and simple collectives."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Process:
-    """Where this process stands among those of a run."""
+    """Device, rank and world size of this process."""
 
     device: torch.device
     rank: int = 0
@@ -37,7 +37,7 @@ class Process:
 def joined(device: str = "auto", timeout: float = TIMEOUT) -> Iterator[Process]:
     """Join the processes that torchrun started, or be the only one.
 
-    timeout: seconds to wait for the others, in everything that is done together, before an error.
+    `timeout` is the number of seconds that every collective waits for the other processes before it raises.
     """
     if not 1 <= timeout <= 10**6:
         raise ValueError(f"timeout must be between 1 and 1,000,000 seconds, got {timeout:g}")
@@ -49,11 +49,11 @@ def joined(device: str = "auto", timeout: float = TIMEOUT) -> Iterator[Process]:
         torch.cuda.set_device(chosen)
     started_here = not dist.is_initialized()
     if started_here:
-        # Beside NCCL there is gloo for what lies on the CPU: to agree on something, no GPU is waited for.
+        # gloo, next to NCCL, lets processes agree through CPU tensors without synchronising with a GPU.
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         try:
             _start(backend, timeout)
-        except RuntimeError as error:  # of torch's, in many lines
+        except RuntimeError as error:  # torch's message has many lines
             raise ConnectionError(f"cannot join the other processes: {str(error).splitlines()[0][:200]}") from error
     try:
         yield Process(chosen, dist.get_rank(), dist.get_world_size())
@@ -71,14 +71,14 @@ def _start(backend: str, timeout: float) -> None:
 
 
 def summed(values: Tensor) -> Tensor:
-    """The sum over all processes."""
+    """Sum the values over all processes, in place."""
     if dist.is_initialized():
         dist.all_reduce(values)
     return values
 
 
 def gathered(item: list[Any]) -> list[Any]:
-    """The lists of all processes, one after the other."""
+    """Return the concatenated lists of all processes."""
     if not dist.is_initialized():
         return item
     lists: list[Any] = [None] * dist.get_world_size()
@@ -95,7 +95,7 @@ def everywhere(work: Callable[[], T]) -> T:
 
 
 def on_rank_0(work: Callable[[], T]) -> T:
-    """What `work` returns, or raises, on the first rank, where alone it is called."""
+    """Call `work` on rank 0 only, and return its result or raise its error on all ranks."""
     answers = gathered([_tried(work) if own_rank() == 0 else (None, None)])
     result, problem = answers[0]
     if problem:
@@ -119,18 +119,18 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def anywhere(flag: int, device: torch.device) -> int:
-    """The largest of the processes' flags, 0 if none is set. All of them have to ask at the same moment."""
+    """Return the largest flag of all processes, 0 if none is set. All of them must call it together."""
     return int(largest(torch.tensor(int(flag), device=device))) if dist.is_initialized() else flag
 
 
 def device_to_agree_on(device: torch.device) -> torch.device:
-    """Where a small tensor that processes exchange should lie: on the CPU, unless their group connects GPUs alone."""
+    """Return the device for small tensors that processes exchange: the CPU, unless their group supports GPUs only."""
     alone = not dist.is_initialized()
     return torch.device("cpu") if alone or "cpu:" in dist.get_backend_config() else device
 
 
 def largest(value: Tensor) -> Tensor:
-    """The largest value in any process."""
+    """Return the largest value of all processes."""
     if dist.is_initialized():
         value = value.clone()
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
@@ -139,7 +139,7 @@ def largest(value: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def averaged_buffers(*models: nn.Module) -> Iterator[None]:
-    """Within the block, batch statistics are the mean over all processes; after it each has those of its own images."""
+    """Context manager in which batch statistics are averaged over all processes. It restores them on exit."""
     if not dist.is_initialized():
         yield
         return
@@ -156,12 +156,12 @@ def averaged_buffers(*models: nn.Module) -> Iterator[None]:
 
 
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Batch statistics and the like, by name; counters are the same in all processes."""
+    """Return the floating-point buffers, such as batch statistics, by name. Counters are equal in all processes."""
     return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
 
 
 def missing_processes() -> str:
-    """Which processes do not answer, as the beginning of a sentence, asked by those that could not reach each other."""
+    """Return the beginning of a sentence that names the processes that do not answer, after a failed collective."""
     if _meetings and (silent := _meetings[-1].silent_ranks()):
         meeting, ranks = _meetings[-1], ", ".join(map(str, silent))
         return f"rank {ranks} of {meeting.world_size} did not answer within {meeting.roll_call:g} s"
@@ -174,7 +174,7 @@ def wait_for_all() -> None:
 
 
 def find_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of that name; "auto" is a GPU if there is one."""
+    """Return the device of that name. "auto" is a GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

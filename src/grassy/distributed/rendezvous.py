@@ -15,16 +15,16 @@ from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-#: Seconds between two looks into the store.
+#: Seconds between two reads of the store.
 PAUSE = 0.02
-#: Those that have given up tell each other so, for this share of the timeout and at least for so many seconds: they may
-#: notice at different times that a process is missing.
+#: Processes that have given up report so to each other for this fraction of the timeout, at least for some seconds.
+#: They may notice at different times that a process is missing.
 ROLL_CALL, SHORTEST_ROLL_CALL = 0.05, 2.0
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """A store that only the processes of this start write to."""
+    """A store to which only the processes of this start write."""
 
     store: Store
     rank: int
@@ -33,11 +33,11 @@ class Meeting:
 
     @property
     def roll_call(self) -> float:
-        """Seconds in which a process that lives must answer."""
+        """Seconds within which a live process must answer."""
         return max(SHORTEST_ROLL_CALL, ROLL_CALL * self.timeout)
 
     def silent_ranks(self) -> list[int]:
-        """Ranks that do not answer, asked by those that could not reach each other: all of them call it."""
+        """Return the ranks that do not answer. All processes that lost their peers must call it."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         end = time.monotonic() + self.roll_call
         try:
@@ -51,15 +51,16 @@ class Meeting:
 
 
 def hosted_by_agent() -> bool:
-    """Whether an agent of torchrun, not a process of the run, hosts the store."""
+    """Whether torchrun's agent, and not a process of the run, hosts the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def meet(timeout: float) -> Meeting:
-    """Meet the other processes of this start; a ConnectionError names those that do not come.
+    """Meet the other processes of this start. Raises a ConnectionError that names those that do not come.
 
-    Each process writes down a number that it has drawn. Rank 0 lists all of them, again if one of them changes: it was
-    that of a process that is dead. Whoever finds its own number in the list says yes, and with all of them it counts.
+    Each process writes a random token. Rank 0 lists all tokens, and lists them again if one changes, because it was
+    that of a dead process. A process that finds its own token in the list confirms it. The list is valid once all have
+    confirmed.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, patience = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=timeout)

@@ -1,7 +1,7 @@
-"""The saves of a run on the disk: folders that get their names when they are whole, and what is checked in them.
+"""The saves of a run on disk: folders that get their names when they are complete, and their checks.
 
-A save is a folder of its own, `save-N`, with the safetensors files of all ranks and with `state.json`. That holds all
-that is plain, and the size and the SHA-256 of every file. Nothing here needs a model.
+A save is a folder `save-N` with the safetensors files of all ranks and `state.json`. The latter holds all plain values,
+and the size and the SHA-256 of every file. Nothing here needs a model.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from grassy.distributed.processes import everywhere, gathered, on_rank_0, own_ra
 
 MANIFEST = "state.json"
 FORMAT = 1
-#: The largest `state.json` that is read, in bytes: it names every class.
+#: Largest `state.json` that is read, in bytes. It holds the names of all classes.
 MOST_BYTES = 2**31
-#: The name of a save that is not whole yet ends so, and the name of one that is being removed.
+#: Suffixes of a save that is not complete yet, and of one that is being removed.
 PART, GONE = ".part", ".gone"
-#: By the names that safetensors has for them.
+#: Dtypes by their names in safetensors.
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
@@ -43,7 +43,7 @@ Chunk = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Saved:
-    """What `state.json` of a save says."""
+    """The content of `state.json`."""
 
     path: Path
     ranks: int
@@ -53,18 +53,17 @@ class Saved:
 
 
 def begin(folder: Path, content: Mapping[str, Any]) -> tuple[Path, Path]:
-    """The path of the next save, and the empty folder to write it to; what a killed process was writing is removed.
+    """Return the path of the next save and an empty folder to write it to. Removes incomplete saves.
 
-    The folder has a name that no other start knows: a process that outlives an earlier one cannot write into it.
-
-    content: what `state.json` is to say. What JSON cannot hold is refused here, before any tensor is written.
+    The folder has a random name, so that a surviving process of an earlier start cannot write into it. If `content`,
+    for `state.json`, is not valid JSON, it raises before any tensor is written.
     """
     for name, value in content.items():
         try:
             json.dumps(value)
         except (TypeError, ValueError, RecursionError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{name} must hold only what JSON can: {one_line(error)}") from None
+            raise kind(f"{name} must be valid JSON: {one_line(error)}") from None
     folder.mkdir(parents=True, exist_ok=True)
     for entry in folder.iterdir():
         if entry.name.startswith("save-") and entry.name.endswith((PART, GONE)):
@@ -80,7 +79,7 @@ def _aside(save: Path, ending: str) -> Path:
 
 
 def written_here(part: Path, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], list[Chunk]]:
-    """Size and digest of the files that this rank has written, and what is in them; DCP counts ranks from 1."""
+    """Return size, digest and content of the files that this rank wrote. DCP counts ranks from 1."""
     mine = sorted(part.glob(f"shard-{own_rank() + 1:05d}-*"))
     files = {file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)} for file in mine}
     return files, [chunk for file in mine for chunk in _chunks(file, tensors)]
@@ -93,7 +92,7 @@ def finish(
     written: list[tuple[dict[str, Any], list[Chunk]]],
     keep: int,
 ) -> None:
-    """Give a save its name if what all ranks have written is whole, and only then remove older ones."""
+    """Check that the files of all ranks are complete, rename the save, and only then remove older ones."""
     files = {name: each for own, _ in written for name, each in own.items()}
     text = json.dumps({**content, "files": files})
     sealed = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text})
@@ -111,22 +110,22 @@ def finish(
 
 
 def _remove(save: Path) -> None:
-    """Remove an old save as far as the file system allows: the new one is whole, and the next save tries again."""
+    """Remove an old save. Errors are ignored, because the new one is complete and the next save tries again."""
     gone = _aside(save, GONE)
     with contextlib.suppress(OSError):
-        save.rename(gone)  # first: a save is whole, or has another name
+        save.rename(gone)  # first, so that a folder named save-N is always complete
         shutil.rmtree(gone, ignore_errors=True)
 
 
 def saves(folder: Path) -> dict[int, Path]:
-    """The whole saves in a folder by their numbers."""
+    """Return the complete saves in a folder by number."""
     entries = folder.iterdir() if folder.is_dir() else ()
     found = ((re.fullmatch(r"save-(\d{1,18})", entry.name), entry) for entry in entries)
     return {int(match[1]): entry for match, entry in found if match}
 
 
 def newest(folder: Path) -> Path | None:
-    """The last save in a folder, or None."""
+    """Return the last save in a folder, or None."""
     numbers = saves(folder)
     return numbers[max(numbers)] if numbers else None
 
@@ -134,20 +133,20 @@ def newest(folder: Path) -> Path | None:
 def _find(path: Path) -> Path:
     save = path if (path / MANIFEST).is_file() else newest(path)
     if save is None:
-        raise ValueError(f"{path} holds no whole save")
+        raise ValueError(f"{path} holds no complete save")
     return save
 
 
 def read_plain(path: Path) -> dict[str, Any]:
-    """What a save says that is plain; of its other files nothing is read or checked."""
+    """Read the plain values of a save. Its other files are neither read nor checked."""
     plain: dict[str, Any] = _read_manifest(_find(path))["plain"]
     return plain
 
 
 def open_state(path: Path, alone: bool = False) -> Saved:
-    """What a save says of itself, once its files are found to be whole. All ranks call it, and share the work.
+    """Check the files of a save and return its content. All ranks must call it together and share the work.
 
-    alone: this process does it all, whatever others do.
+    With `alone`, this process does all the work by itself.
     """
     if alone or not dist.is_initialized():
         save = _find(path)
@@ -187,20 +186,20 @@ def _checked_content(content: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"it is of format {content['format']!r}, and this version of grassy reads {FORMAT}")
     files, tensors = content["files"], content["tensors"]
     if not isinstance(content["ranks"], int) or not isinstance(content["plain"], dict):
-        raise ValueError("it does not say what a save says")
+        raise ValueError("its number of ranks or its plain values are missing")
     for name, each in files.items():
         if not re.fullmatch(r"[\w-]{1,100}\.safetensors", name, re.ASCII):
-            raise ValueError(f"{name!r} is no name of a file of tensors")
+            raise ValueError(f"{name!r} is not the name of a tensor file")
         if not isinstance(each["bytes"], int) or not isinstance(each["sha256"], str):
-            raise ValueError(f"it does not say what is in {name}")
+            raise ValueError(f"it lacks the size or the SHA-256 of {name}")
     for name, (dtype, *shape) in tensors.items():
         if dtype not in DTYPES or not all(isinstance(size, int) and 0 <= size < 2**48 for size in shape):
-            raise ValueError(f"{name} can have no dtype {dtype!r} and shape {shape}")
+            raise ValueError(f"{name} has an invalid dtype {dtype!r} or shape {shape}")
     return content
 
 
 def _check_folder(save: Path, files: Mapping[str, Any]) -> None:
-    """Raise a ValueError for a file too many or too few, or of another size."""
+    """Raise ValueError if a file is missing, unexpected or of the wrong size."""
     there = {entry.name for entry in os.scandir(save)} - {MANIFEST}
     if missing := sorted(files.keys() - there):
         raise ValueError(f"{save} lacks {missing[0]}, one of the {len(files)} files of this save")
@@ -215,14 +214,14 @@ def _check_folder(save: Path, files: Mapping[str, Any]) -> None:
 
 
 def _checked_chunks(path: Path, content: Mapping[str, Any]) -> list[Chunk]:
-    """Which rows of which tensors a file has; a ValueError if it is not the file that was saved."""
+    """Return the rows of tensors in a file. Raises ValueError if it is not the file that was saved."""
     if _digest(path) != content["files"][path.name]["sha256"]:
         raise ValueError(f"{path} is damaged: its SHA-256 is no longer the one that it was saved with")
     return _chunks(path, content["tensors"])
 
 
 def _chunks(path: Path, tensors: Mapping[str, Any]) -> list[Chunk]:
-    """Which rows of which tensors a file has, by its header."""
+    """Return the rows of tensors in a file, from its header."""
     chunks = []
     try:
         with safe_open(path, framework="pt") as file:
@@ -242,7 +241,7 @@ def _chunks(path: Path, tensors: Mapping[str, Any]) -> list[Chunk]:
 
 
 def _check_cover(save: Path, tensors: Mapping[str, Any], chunks: list[Chunk]) -> None:
-    """Raise a ValueError unless each row of each tensor is there exactly once."""
+    """Raise ValueError unless every row of every tensor is present exactly once."""
     ends = dict.fromkeys(tensors, 0)
     for name, start, rows in sorted(chunks):
         if start != ends[name] and rows:

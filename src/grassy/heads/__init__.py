@@ -17,7 +17,7 @@ from grassy.heads.softtriple import SoftTripleHead
 from grassy.heads.subcenter_arcface import SubcenterArcFaceHead
 from grassy.spelling import nearest
 
-#: The heads by the names that `create_head` and recipes know them by.
+#: The head classes by name, as `create_head` and recipes use them.
 HEADS: dict[str, type[Head]] = {
     "linear": LinearHead,
     "cosine": CosineHead,

@@ -42,7 +42,7 @@ def unit(x: Tensor) -> Tensor:
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     x = x * scale_of_long_vectors(x)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.where(length == 0, 0, x / length.clamp_min(torch.finfo(x.dtype).tiny))  # a NaN stays one
+    return torch.where(length == 0, 0, x / length.clamp_min(torch.finfo(x.dtype).tiny))  # NaN stays NaN
 
 
 def scale_of_long_vectors(x: Tensor) -> Tensor:
@@ -161,8 +161,8 @@ def _tangent(
     """Steps 1 to 3: fill h with H = B − (B Wᵀ)(W Wᵀ)⁻¹ W, where B = μM + D, and return W Wᵀ and H Hᵀ.
 
     Rounding leaves a component of H within the subspace. It matters where lr‖B‖ > 1: there H is projected a second
-    time, which suffices. If the second projection removes most of H, then H was rounding only, from a gradient inside
-    the subspace or from k = n, and the class does not move.
+    time, which suffices. If the second projection removes most of H, then H was rounding only, and the class does not
+    move. This happens for a gradient inside the subspace, and for k = n.
     """
     # In place throughout: allocating memory for every block would cost more than the arithmetic.
     if m is None:

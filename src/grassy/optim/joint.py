@@ -304,7 +304,7 @@ class JointOptimizer(Optimizer):
 
 
 def _warn_if_peft_froze_them(model: nn.Module, name: str) -> None:
-    """PEFT freezes everything that it is not told to train, and a new head then stays at its random subspaces."""
+    """Warn if PEFT froze a new head, which then keeps its random subspaces."""
     if any(type(module).__module__.split(".")[0] == "peft" for module in model.modules()):
         head = name.removeprefix("base_model.model.").rpartition(".")[0]
         warnings.warn(

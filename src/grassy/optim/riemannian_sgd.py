@@ -31,7 +31,7 @@ class RiemannianSGD(Optimizer):
 
     Args:
         params: Parameters (C, K, N) with orthonormal rows, float32 or float64, or parameter groups of them.
-        lr: Learning rate. The rotation angle of a subspace, in radians, is lr times the norm of its momentum.
+        lr: Learning rate. Each step moves a subspace by lr times the norm of its momentum, in radians.
         momentum: Momentum factor in [0, 1), without dampening. 0 keeps no buffer.
         retraction: "geodesic", or "qf" for the variant in the paper's appendix. With momentum, "qf" depends on the
             choice of basis at second order in lr.

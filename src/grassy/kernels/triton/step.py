@@ -223,8 +223,8 @@ def _turns(
     """Replace the Gram matrices by the factors Y, X and V of W' = W + Y W + V H, H = B − X W and M'.
 
     With `careful`, H of the classes with the verdict CAREFUL is projected a second time, H − X' W, which suffices. If
-    that removes most of H, then H was rounding only, from a gradient inside the subspace or from k = n, and the class
-    does not move.
+    that removes most of H, then H was rounding only, and the class does not move. This happens for a gradient inside
+    the subspace, and for k = n.
     """
     if CAN_SKIP:  # noqa: SIM102 (this one is decided when the kernel is compiled)
         if tl.load(skip) != 0:
@@ -240,7 +240,7 @@ def _turns(
     a = tl.load(matrix + 2 * K * K)
     mass = tl.sum(tl.sum(gram_w * eye, axis=1), axis=0)
     energy = tl.sum(tl.sum(a * eye, axis=1), axis=0)
-    present = tl.sum(gram_w * eye, axis=1) > 0  # an absent row has no direction of its own
+    present = tl.sum(gram_w * eye, axis=1) > 0  # absent rows are zero
     eye = tl.where(present[:, None], eye, 0.0)
     defect = gram_w - eye
     if careful != 0:
