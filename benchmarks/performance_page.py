@@ -31,8 +31,8 @@ ARCHITECTURES = {
 IN_PAPER = {"resnet50d": "resnet50d", "deit3_small_patch16_224": "deit3-s"}
 
 #: The ways to compute loss and gradients, by their names in the results.
-WAYS = {"fused": "loss without logits", "logits": "logits by kernels", "naive": "plain torch"}
-LINEAR = {"linear C": "`nn.Linear(n, C)` with cross-entropy", "linear C*k": "`nn.Linear(n, C*k)`, products alone"}
+WAYS = {"fused": "fused loss", "logits": "logits by kernels", "naive": "plain torch"}
+LINEAR = {"linear C": "`nn.Linear(n, C)` with cross-entropy", "linear C*k": "`nn.Linear(n, C*k)`, matmuls alone"}
 
 
 def main() -> None:
@@ -78,9 +78,9 @@ def gpu_tests(result: Result, _: Path) -> str:
 
 def head(result: Result, _: Path) -> str:
     names = {**WAYS, "linear C": "nn.Linear(n, C)"}
-    heads = ["B, n, C, k", "yardstick (ms)", "yardstick (TFLOP/s)", *(f"{name} / yardstick" for name in names.values())]
+    heads = ["B, n, C, k", "baseline (ms)", "baseline (TFLOP/s)", *(f"{name} / baseline" for name in names.values())]
     return table(
-        [*heads, "products of the loss without logits"],
+        [*heads, "matmuls of the fused loss"],
         (
             [
                 f"{row['batch']:,}, {row['n']:,}, {row['classes']:,}, {row['k']}",
@@ -110,7 +110,7 @@ def memory(result: Result, _: Path) -> str:
         "peak": f"{large['peak_gib']:.1f} GiB",
         "step": f"{large['step_ms']:.1f} ms",
         "step, without a CUDA graph": f"{large['eager_ms']:.1f} ms",
-        f"four matrix products at {large['product_tflops']:.0f} TFLOP/s": f"{large['four_products_ms']:.1f} ms",
+        f"four matmuls at {large['product_tflops']:.0f} TFLOP/s": f"{large['four_products_ms']:.1f} ms",
         "five passes of the step": f"{large['five_passes_ms']:.1f} ms",
         "casting the weight to bfloat16": f"{large['cast_ms']:.1f} ms",
         "step / sum of the last three": f"{large['step_over_sum']:.2f}",

@@ -12,9 +12,9 @@ from grassy.report import pictures
 def step(result: Result, images: Path) -> str:
     rows = result["rows"]
     step_roofline(rows, result["copy_bytes_per_ms"]).savefig(images / "step_roofline.png", dpi=150)
-    heads = ["classes x k x n", "floor (µs)", "copy (µs)", "launch (µs)", "step (µs)", "step / floor"]
-    heads += ["cache full / floor", "by", "plain torch (µs)", "Algorithm 1 (µs)", "step in a larger graph (µs)"]
-    heads += ["/ floor", "far / floor"]
+    heads = ["classes x k x n", "limit (µs)", "copy (µs)", "launch (µs)", "step (µs)", "step / limit"]
+    heads += ["cache full / limit", "by", "plain torch (µs)", "Algorithm 1 (µs)", "step in a larger graph (µs)"]
+    heads += ["/ limit", "far / limit"]
     return table(
         heads,
         (

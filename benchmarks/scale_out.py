@@ -161,7 +161,7 @@ def weak_scaling() -> str:
         rows.append(
             [str(world), f"{head_bytes(world, case.rows, case.n) / 1e6:.1f} MB", f"{1e3 * compute:.1f} ms", *cells]
         )
-    return table(["processes", "sent per update", "products", *NETWORKS], rows)
+    return table(["processes", "sent per update", "matmuls", *NETWORKS], rows)
 
 
 def bytes_per_class(k: int, n: int, sample: float = 1.0) -> float:
