@@ -15,9 +15,10 @@ MEAN, LONGEST = 20, 40
 
 
 def sentences(markdown):
-    """The sentences of paragraphs and list items. Code, tables, headings, images and HTML do not count."""
+    """The sentences of paragraphs and list items. Code, tables, headings, images, HTML do not count."""
     text = re.sub(r"^( *)```.*?^\1```", "", markdown, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"^:::.*\n( {4}.*\n)*", "", text, flags=re.MULTILINE)  # what mkdocstrings fills in
     text = re.sub(r"^[ ]*(\||#|!\[|<).*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"^[ >]*([-*+]|\d+\.) ", "\n\n", text, flags=re.MULTILINE)  # a list item is a paragraph of its own
     paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
