@@ -107,7 +107,7 @@ def geodesic_steps(
             continue
         flag = None if skip is None or by_host else skip.to(weight.device, non_blocking=True)
         rates = _for_device(lr, "lr", weight), _for_device(momentum, "momentum", weight)
-        if name == "cuda":  # whose products are its own
+        if name == "cuda":  # its matmuls do not depend on torch's settings
             weights, grads, buffers = ([heads[i][part] for i in numbers] for part in range(3))
             totals = [counts[i] for i in numbers]
             cuda.geodesic_steps(weights, grads, buffers, *rates, options, totals, flag)  # type: ignore[arg-type]
