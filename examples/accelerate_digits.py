@@ -1,4 +1,7 @@
-"""Accelerate prepares model, optimizer, data and schedule; only clipping asks grassy for the norm of subspaces."""
+"""Accelerate prepares model, optimizer, data and schedule; only clipping asks grassy for the norm of subspaces.
+
+python examples/accelerate_digits.py    # needs: pip install accelerate
+"""
 
 import torch
 from accelerate import Accelerator

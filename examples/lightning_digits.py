@@ -1,4 +1,7 @@
-"""Lightning drives the optimizer as any other. Clipping and averaging need the norm and the mean of subspaces."""
+"""Lightning drives the optimizer as any other. Clipping and averaging need the norm and the mean of subspaces.
+
+python examples/lightning_digits.py    # needs: pip install lightning
+"""
 
 import lightning
 import torch

@@ -1,4 +1,7 @@
-"""A loss of pytorch-metric-learning on the features, beside the loss of the head, in one backward pass."""
+"""A loss of pytorch-metric-learning on the features, beside the loss of the head, in one backward pass.
+
+python examples/metric_learning.py    # needs: pip install pytorch-metric-learning
+"""
 
 import torch
 from pytorch_metric_learning.losses import TripletMarginLoss

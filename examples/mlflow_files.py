@@ -1,4 +1,7 @@
-"""MLflow in a folder of files: parameters of the head, one row of metrics per epoch, and the weights as an artifact."""
+"""MLflow in a folder of files: parameters of the head, one row of metrics per epoch, and the weights as an artifact.
+
+python examples/mlflow_files.py    # needs: pip install mlflow-skinny
+"""
 
 import os
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""An exported model in OpenVINO. On CPUs with bfloat16 or float16 units it rounds by default: ask for float32."""
+"""An exported model in OpenVINO. On CPUs with bfloat16 or float16 units it rounds by default: ask for float32.
+
+python examples/openvino_precision.py    # needs: pip install openvino onnx onnxscript
+"""
 
 import openvino
 import torch

@@ -1,4 +1,7 @@
-"""LoRA on the backbone and subspaces on top: first the head, then the adapter. PEFT trains and keeps the head whole."""
+"""LoRA on the backbone and subspaces on top: first the head, then the adapter. PEFT trains and keeps the head whole.
+
+python examples/peft_lora.py    # needs: pip install peft transformers
+"""
 
 import peft
 import torch

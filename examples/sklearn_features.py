@@ -1,4 +1,7 @@
-"""Features in NumPy arrays, and no training loop: `GrassmannClassifier` in a pipeline and a grid search."""
+"""Features in NumPy arrays, and no training loop: `GrassmannClassifier` in a pipeline and a grid search.
+
+python examples/sklearn_features.py
+"""
 
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression

@@ -1,4 +1,7 @@
-"""skorch makes an estimator of the network. It builds the optimizer itself, so one method of it is ours."""
+"""skorch makes an estimator of the network. It builds the optimizer itself, so one method of it is ours.
+
+python examples/skorch_digits.py    # needs: pip install skorch
+"""
 
 import skorch
 import torch

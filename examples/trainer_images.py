@@ -1,4 +1,7 @@
-"""The Trainer of transformers takes the optimizer. The model's own loss is right, since the head gives logits."""
+"""The Trainer of transformers takes the optimizer. The model's own loss is right, since the head gives logits.
+
+python examples/trainer_images.py    # needs: pip install transformers accelerate
+"""
 
 import torch
 import transformers

@@ -1,4 +1,7 @@
-"""Sequence classification with subspaces: a small BERT, trained by the Trainer, saved and used in a pipeline."""
+"""Sequence classification with subspaces: a small BERT, trained by the Trainer, saved and used in a pipeline.
+
+python examples/trainer_text.py    # needs: pip install transformers accelerate
+"""
 
 import transformers
 from sklearn.model_selection import train_test_split

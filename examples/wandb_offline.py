@@ -1,4 +1,7 @@
-"""What Weights & Biases may log of a head: plain numbers. In offline mode nothing leaves the machine."""
+"""What Weights & Biases may log of a head: plain numbers. In offline mode nothing leaves the machine.
+
+python examples/wandb_offline.py    # needs: pip install wandb
+"""
 
 import torch
 import wandb

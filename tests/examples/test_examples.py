@@ -1,5 +1,6 @@
 """Every example runs with the library that it is about, learns something, and leaves the subspaces on the manifold."""
 
+import ast
 import logging
 import os
 import re
@@ -22,7 +23,12 @@ def run(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     logging.disable(logging.WARNING)
-    yield lambda name: runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+    def run_example(name, *options):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
+        return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+    yield run_example
     logging.disable(logging.NOTSET)
     sys.modules.pop("texts", None)
 
@@ -179,11 +185,53 @@ def test_a_million_classes_train_in_less_memory_than_their_logits_take():
     assert float(re.search(r"orthonormal to (\S+)", frugal)[1]) < LIMIT
 
 
+@pytest.mark.slow
+def test_fine_tuning_on_a_folder_saves_a_model_that_knows_its_photos(run):
+    pytest.importorskip("torchvision")
+    found = run("finetune_folder")
+    trained(found, 0.85)
+    assert found["classes"] == ["flower", "temple"]
+    assert [label.labels[0] for label in found["predictions"]].count("flower") > 50  # of 60
+
+
+@pytest.mark.slow
+def test_outlier_scores_of_subspaces_find_unknown_digits_better_than_softmax(run):
+    found = run("open_set", "--seeds", "3")["found"]
+    means = {score: sum(values) / len(values) for score, values in found.items()}
+    assert means["subspaces"] > 0.93
+    assert len(means) == 5
+    assert means["subspaces"] > max(mean for score, mean in means.items() if score != "subspaces")
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_draws_its_pictures(tmp_path):
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    notebook = pytest.importorskip("nbformat").read(EXAMPLES / "explore_model.ipynb", 4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # committed without outputs
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 4
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert float(re.search(r"accuracy ([\d.]+)", printed)[1]) > 0.95
+    mistakes, rest = re.search(r"mistakes ([\d.]+), of the rest ([\d.]+)", printed).groups()
+    assert float(mistakes) > float(rest)
+    assert (tmp_path / "explored.html").stat().st_size > 10_000
+
+
 def test_every_example_has_a_test_and_a_line_in_the_table():
-    scripts = {path.stem for path in EXAMPLES.glob("*.py")} - {"texts"}  # texts.py is imported by two of them
+    files = [path for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")]
+    scripts = [path for path in files if path.stem != "texts"]  # texts.py is imported by two of them
     tests = Path(__file__).read_text()
     table = (EXAMPLES / "README.md").read_text()
     assert scripts
-    for name in scripts:
-        assert f'"{name}' in tests, name
-        assert f"[{name}.py]({name}.py)" in table, name
+    for path in scripts:
+        assert f'"{path.stem}' in tests, path.name
+        assert f"[{path.name}]({path.name})" in table, path.name
+
+
+def test_every_example_is_short_and_says_how_to_run_it():
+    for path in EXAMPLES.glob("*.py"):
+        text = path.read_text()
+        assert len(text.splitlines()) < 100, path.name
+        assert path.stem == "texts" or f"examples/{path.name}" in ast.get_docstring(ast.parse(text)), path.name
