@@ -1,9 +1,9 @@
-// The step of Algorithm 1 for float32 on a CPU: `_step` of reference.py, one class after the other. step.py compiles it.
+// The step of Algorithm 1 for float32 on a CPU: `_step` of reference.py, one class after the other.
 //
-// A class, K x N, fits into the cache of a core, so one thread does the whole step while it is there. Weight, gradient and
-// momentum are read from memory once, and weight and momentum are written once. Meanwhile the next class is prefetched, so
-// that the step is compute-bound. Batched BLAS calls would make a pass over all classes for each matmul and, for matrices
-// this small, run at half the speed.
+// A class, K x N, fits into the cache of a core, so one thread does the whole step while it is there. Weight, gradient
+// and momentum are read from memory once, and weight and momentum are written once. Meanwhile the next class is
+// prefetched, so that the step is compute-bound. Batched BLAS calls would make a pass over all classes for each matmul
+// and, for matrices this small, run at half the speed.
 
 #include <omp.h>
 
@@ -126,10 +126,10 @@ class Worker {
     pack(w, d, m);
     gram_matrices();
 
-    // The Gram matrix A of H follows from those of W and B, up to rounding of the size of that in B Bᵀ. It does not matter
-    // in lr² A while lr‖B‖ <= 1. Otherwise, or if rows of B must be dropped, H replaces B first and is projected a second
-    // time below, which suffices. If that removes most of H, then H was rounding only, from a gradient inside the subspace
-    // or from k = n, and the class does not move.
+    // The Gram matrix A of H follows from those of W and B, up to rounding of the size of that in B Bᵀ. It does not
+    // matter in lr² A while lr‖B‖ <= 1. Otherwise, or if rows of B must be dropped, H replaces B first and is projected
+    // a second time below, which suffices. If that removes most of H, then H was rounding only, from a gradient inside
+    // the subspace or from k = n, and the class does not move.
     bool absent = false;
     for (long i = 0; i < k; i++) absent |= !(ww[i * stride + i] > 0) && bb[i * stride + i] != 0;
     if (absent || !(o.lr * o.lr * trace(bb) <= 1)) {
@@ -196,8 +196,8 @@ class Worker {
       }
   }
 
-  // Computes ww, wb, bw and bb, the four quarters of z zᵀ, from its tiles on and above the diagonal, and then c, so that
-  // H = B + c W = B − (B Wᵀ)(2I − W Wᵀ) W.
+  // Computes ww, wb, bw and bb, the four quarters of z zᵀ, from its tiles on and above the diagonal, and then c, so
+  // that H = B + c W = B − (B Wᵀ)(2I − W Wᵀ) W.
   void gram_matrices() {
     float* const quarters[2][2] = {{ww, wb}, {bw, bb}};
     auto entry = [&](long i, long j) -> float& {
@@ -213,8 +213,8 @@ class Worker {
     product(c, bw, ww), add(c, 1, c, -2, bw);
   }
 
-  // Writes start + f w + g h for GROUP vectors of all rows. start, or both g and h, may be null. In `out` the next vector
-  // of a row is `across` floats away, and the next row `down`.
+  // Writes start + f w + g h for GROUP vectors of all rows. start, or both g and h, may be null. In `out` the next
+  // vector of a row is `across` floats away, and the next row `down`.
   void combine(float* out, long across, long down, const Vector* start, const float* f, const Vector* w, const float* g,
                const Vector* h) const {
     for (long i = 0; i < k; i += R) {
@@ -232,8 +232,8 @@ class Worker {
     }
   }
 
-  // Computes GROUP vectors from y of W', H and, if parallel, M'. `moved` gets W' before H, and `transported` gets M' in the
-  // place of H. If `direct` is given, W' goes there, which saves a copy. Returns the buffer that holds M'.
+  // Computes GROUP vectors from y of W', H and, if parallel, M'. `moved` gets W' before H, and `transported` gets M' in
+  // the place of H. If `direct` is given, W' goes there, which saves a copy. Returns the buffer that holds M'.
   const Vector* transform(long y, bool parallel, float* direct = nullptr) {
     const Vector *w = z + y * 2 * k, *h = moved + k;
     const long across = 2 * k * LANES;

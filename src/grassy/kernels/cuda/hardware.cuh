@@ -1,5 +1,5 @@
-// Inline assembly for what C++ cannot express: tensor cores, clusters of thread blocks, barriers. The tests replace this
-// file by an emulation on a CPU.
+// Inline assembly for what C++ cannot express: tensor cores, clusters of thread blocks, barriers. The tests replace
+// this file by an emulation on a CPU.
 
 typedef unsigned int u32;
 

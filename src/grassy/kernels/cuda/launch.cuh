@@ -11,9 +11,9 @@
 #define SHARE (TILES / TEAMS)           // tiles per warp
 #define MIDDLE (ROWS == 8 ? 32 : MATRIX / 4)  // threads for the k x k matrices, four entries each
 static_assert(MIDDLE <= THREADS && TEAM % BUFFERS == 0 && WARPS % GROUPS == 0, "more warps are needed");
-#define ROWS_AT_ONCE (ROWS == 8 ? (8 + WARPS - 1) / WARPS : 1)  // that a warp loads, each PIECES_AT_ONCE times 128 columns
+#define ROWS_AT_ONCE (ROWS == 8 ? (8 + WARPS - 1) / WARPS : 1)  // rows that a warp loads at once
 #define LARGEST_TURN 64.0f  // 2**MAX_DOUBLINGS of the reference
-#define SMALL_TURN 0.02f    // largest squared angle for which a polynomial of degree 2 in it has an error of 1e-8. `usual`
+#define SMALL_TURN 0.02f    // largest squared angle for which a polynomial of degree 2 has an error of 1e-8. `usual`
                             // compares it with the norm of t^2 A, `middle` with its trace, which is no smaller
 
 enum Flags { HAS_MOMENTUM = 1, PARALLEL = 2, CAPPED = 4, MAXIMIZE = 8, LR_ON_DEVICE = 16, MOMENTUM_ON_DEVICE = 32,

@@ -27,8 +27,8 @@ __device__ void add_products(bool fresh, float (*sums)[4], const Split* first, c
     }
 }
 
-// Sums the tiles from TEAM_NUMBER * SHARE on over this warp's columns from `begin` to `end`. Operands and columns are as
-// in rows_up_to_8.cuh.
+// Sums the tiles from TEAM_NUMBER * SHARE on over this warp's columns from `begin` to `end`. Operands and columns are
+// as in rows_up_to_8.cuh.
 template <int TEAM_NUMBER>
 __device__ void gram(const Columns& columns, int begin, int end, float (*total)[4]) {
     constexpr int FROM = TEAM_NUMBER * SHARE, TO = FROM + SHARE;

@@ -34,8 +34,8 @@ __device__ void gram(const Columns& columns, int begin, int end, float (*total)[
         total[0][i] = fmaf(0.5f, total[0][i], crossed[0][i]), total[1][i] = fmaf(0.5f, total[1][i], crossed[1][i]);
 }
 
-// One warp computes G, O, O' and N from two tiles of Z. G and N are sums of a part of Z and its transpose, O of one part
-// and the transpose of another. The first class of a pair has `k` rows.
+// One warp computes G, O, O' and N from two tiles of Z. G and N are sums of a part of Z and its transpose, O of one
+// part and the transpose of another. The first class of a pair has `k` rows.
 __device__ void symmetric(const float4* z, int k, float* G, float* O, float* Ot, float* N) {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
     auto set = [&](float* part, float x, float y) { *(float2*)(part + at(row, column)) = {x, y}; };

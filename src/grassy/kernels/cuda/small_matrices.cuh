@@ -213,9 +213,9 @@ __device__ Held times_transposed(const Held& x, const Held& y) {
     return Held([&](int, int, int j, int e) { return sums[j][2][e] + (sums[j][0][e] + sums[j][1][e]); });
 }
 
-// A fast `middle` for the usual case: a class (`paired` is 0), or two classes of `paired` rows each, that is finite, moves
-// by a small angle and is not capped. For a pair it tests the sums over both. It runs in one warp and writes nothing
-// if the case is not usual.
+// A fast `middle` for the usual case: a class (`paired` is 0), or two classes of `paired` rows each, that is finite,
+// moves by a small angle and is not capped. For a pair it tests the sums over both. It runs in one warp and writes
+// nothing if the case is not usual.
 __device__ Verdict usual(Matrices m, float rate, int flags, float max_angle, int paired) {
     const Held g = held(m.G), o = held(m.U), ot = held(m.V), n = held(m.C);
     const Held row_length([&](int r, int, int, int) { return m.G[at(r, r)]; });
@@ -277,9 +277,9 @@ __device__ Verdict usual(Matrices m, float rate, int flags, float max_angle, int
 
 // Everything between two passes over the columns of a class, by the first MIDDLE threads.
 //
-// Takes G, O (in U), O' (in V) and N (in C). Leaves the factors of W' - W = Y W + V B and M' - B = X W + U B. If the class
-// needs the careful path first, it leaves those of H - B = X W + U B. Counts the class if it is capped. A 1 on the
-// diagonal of U, which cannot occur otherwise, marks an absent row.
+// Takes G, O (in U), O' (in V) and N (in C). Leaves the factors of W' - W = Y W + V B and M' - B = X W + U B. If the
+// class needs the careful path first, it leaves those of H - B = X W + U B. Counts the class if it is capped. A 1 on
+// the diagonal of U, which cannot occur otherwise, marks an absent row.
 __device__ Verdict middle(Matrices m, float rate, int flags, float max_angle, bool careful, bool counting,
                           unsigned long long* counts) {
     auto present = [&](int i) { return m.G[at(i, i)] != 0; };  // absent rows are zero

@@ -1,9 +1,9 @@
 // One Riemannian step of all classes of one or several heads in one launch: `reference._step`, reading and writing each
 // element once.
 //
-// A class is W (k x n), and B = mu M + D. A cluster of CLUSTER thread blocks processes one class. Each block holds a slice
-// of the columns in shared memory. Columns interact only through the Gram matrices G = W W', O = B W' and N = B B'. The
-// rest is k x k arithmetic, and the new W and M are linear in W and B:
+// A class is W (k x n), and B = mu M + D. A cluster of CLUSTER thread blocks processes one class. Each block holds a
+// slice of the columns in shared memory. Columns interact only through the Gram matrices G = W W', O = B W' and N = B
+// B'. The rest is k x k arithmetic, and the new W and M are linear in W and B:
 //
 //     T = O (2 - diag G)       B - T W is tangent: 2 - G inverts G, and off its diagonal G is rounding
 //     A = N - T O'             H H' of the tangent H = B - T W
@@ -12,14 +12,14 @@
 //
 // Matmuls over the n columns run on tensor cores. TF32 has 11 bits, so each operand is split into two parts, and x y is
 // computed as three products (high high, high low, low high), accurate to 2^-22. Tensor cores truncate sums instead of
-// rounding, which would bias long sums. They therefore sum high high of a Gram matrix over at most 32 columns, and W' is
-// computed as W plus a small correction.
+// rounding, which would bias long sums. They therefore sum high high of a Gram matrix over at most 32 columns, and W'
+// is computed as W plus a small correction.
 //
 // The careful path handles rotations so large that rounding in A matters, and cancellation in A where its size matters:
 // H replaces B, and the new W is corrected by its own Gram matrix, as in the reference.
 //
-// Tensor cores work on at least 8 rows. With k up to 4, two neighbouring classes are therefore processed together, as one
-// class with block-diagonal matrices, unless one of them is unusual.
+// Tensor cores work on at least 8 rows. With k up to 4, two neighbouring classes are therefore processed together, as
+// one class with block-diagonal matrices, unless one of them is unusual.
 //
 // Compile with -DROWS=8|16|32 (k rounded up, or 2 k for pairs), -DPAIRS=0|1, -DCLUSTER=1|2|4|8, -DWARPS=2|4|8|16,
 // -DBLOCKS=(thread blocks per multiprocessor), -DPIECES_AT_ONCE=(pieces of 128 columns of a row loaded at once),
@@ -75,8 +75,8 @@ step(const __grid_constant__ Heads heads, const float* lr_on_device, const float
     float* sums = ROWS == 8 ? m.G : m.T;  // shares memory with the matrices, which are filled later
     if (SENT_FROM_MATRICES) mine = (float4*)m.T;
 
-    // Blocks that start together would load together and then all compute while memory idles. In the first round, blocks
-    // on the same multiprocessor therefore start one after the other.
+    // Blocks that start together would load together and then all compute while memory idles. In the first round,
+    // blocks on the same multiprocessor therefore start one after the other.
     const int cluster = blockIdx.x / CLUSTER;
     if (pause && cluster < resident) {
         const unsigned long long begin = cycles(), wait = (unsigned)pause * (cluster * BLOCKS / resident);

@@ -1,6 +1,6 @@
 // The step of classes of 17 to 32 rows for which step.cu would need a cluster, in three launches: `grams`, `turns` and
-// `moves`. Names are those of step.cu, which keeps such a class on the chip and therefore runs few warps. Here W, D and M
-// are read twice, but blocks are independent, and the whole GPU does the same kind of work.
+// `moves`. Names are those of step.cu, which keeps such a class on the chip and therefore runs few warps. Here W, D and
+// M are read twice, but blocks are independent, and the whole GPU does the same kind of work.
 //
 // Classes on the careful path, which needs more passes, are left to step.cu, launched after these three.
 //
