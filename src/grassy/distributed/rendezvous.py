@@ -1,8 +1,8 @@
 """How the processes that torchrun started find each other, also after a restart, and who is missing later.
 
-torchrun's agent hosts one store for all its restarts, and torch takes no care that a process finds there only what its
-living peers have written: with the address of a dead one it gives up, or waits without end (torch 2.13; pytorch issue
-135712). Nor does torchrun number its restarts alike on all machines. So the processes agree on a name first, under
+torchrun's agent hosts one store for all its restarts. A process may find entries of dead processes there. With the
+address of a dead one, torch fails or waits forever (torch 2.13; pytorch issue 135712). torchrun does not count restarts
+alike on all machines either. So the processes first agree on a name, under
 which nobody has written before.
 """
 
