@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from grassy.distributed.processes import Process
 from grassy.inference.load import load
 from grassy.runs.recipe_files import load_recipe
 from grassy.runs.weights import BEST, read_description
-from grassy.train import pretrained
+from grassy.train import loop, pretrained
 from grassy.train.pretrained import preparation_of_weights
 from grassy.transfer.datasets import of_runs, open_set
 from training_cases import TINY, assert_same_weights, tiny_folders, tiny_recipe
@@ -162,6 +163,27 @@ def test_weights_of_another_model_say_which(photos, capsys):
     capsys.readouterr()
     words = ["train", "finetune", "model=resnet18", "--data-dir", "all", "--initial-checkpoint", "runs/finetune"]
     assert refused(capsys, *words, "--output", "other").endswith("; it is of resnet10t: give model=resnet10t")
+
+
+@pytest.mark.parametrize(
+    ("words", "lr"),
+    [
+        (["--from-scratch"], 1e-3),
+        (["--from-scratch", "lr=3e-4"], 3e-4),
+        (["--from-scratch", "--lr", "3e-4"], 3e-4),
+        (["--from-scratch", "opt=sgd"], 2e-4),
+        (["pretrained=false"], 2e-4),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_random_weights_get_a_higher_learning_rate_unless_the_user_gives_one(photos, capsys, monkeypatch, words, lr):
+    recipes = []
+    monkeypatch.setattr(loop, "train", lambda recipe, *_, **__: recipes.append(recipe) or SimpleNamespace(stopped_by=0))
+    main(["train", "finetune", "model=resnet10t", "--data-dir", "all", *words])
+    assert recipes[0].lr == lr
+    assert not recipes[0].pretrained
+    said = "from scratch with lr=0.001: 0.0002 of the recipe is for pretrained weights\n"
+    assert capsys.readouterr().err == (said if lr == 1e-3 else "")
 
 
 def test_a_narrow_model_has_a_smaller_k_and_says_so(photos, capsys):

@@ -3,9 +3,16 @@
 import argparse
 import math
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from grassy.cli.parser import Commands, add_command, add_device, fail
+
+#: The learning rate from random weights, as a multiple of that from pretrained ones. For the recipe `finetune` it gives
+#: 1e-3, as torchvision's recipe of ConvNeXt and torch's default for AdamW have it.
+LR_FROM_SCRATCH = 5
 
 
 def add(commands: Commands) -> None:
@@ -79,9 +86,9 @@ def run(args: argparse.Namespace) -> int:
     for flag in given:
         if any(setting.startswith(f"{flag}=") for setting in args.settings):
             raise ValueError(f"{flag} is given twice, as --{flag.replace('_', '-')} and as {flag}=")
-    if args.from_scratch:
-        given["pretrained"] = False
     name = str(resumed) if args.recipe is None else args.recipe
+    if args.from_scratch:
+        given |= _settings_from_scratch(name, [*given, *(word.partition("=")[0] for word in args.settings)])
     recipe = load_recipe(name, args.settings, given, preparation_of_weights, goes_on=args.recipe is None)
     output = args.output or resumed or Path("runs") / run_name(name)
     data_dir = args.data_dir
@@ -103,6 +110,20 @@ def run(args: argparse.Namespace) -> int:
         best = f"best top-1 {state.best:.2f}" if math.isfinite(state.best) else "no top-1 was measured"
         print(f"{best}; weights, records and curves are in {output}")
     return 0 if state.stopped_by is None else 128 + state.stopped_by  # as in a shell
+
+
+def _settings_from_scratch(name: str, given: Sequence[str]) -> dict[str, Any]:
+    """Settings for random weights. A learning rate for pretrained ones is too low for them, unless the user gave it."""
+    from grassy.runs.recipe_files import read_settings
+
+    recipe = read_settings(name)
+    lr = recipe.get("lr")
+    if not recipe.get("pretrained") or not isinstance(lr, float) or "lr" in given or "opt" in given:
+        return {"pretrained": False}
+    higher = float(f"{LR_FROM_SCRATCH * lr:.6g}")
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"from scratch with lr={higher:g}: {lr:g} of the recipe is for pretrained weights", file=sys.stderr)
+    return {"pretrained": False, "lr": higher}
 
 
 def _folder_to_resume(args: argparse.Namespace) -> Path | None:
