@@ -1,11 +1,14 @@
 import argparse
 import os
+import platform
 import subprocess
 import sys
 from keyword import iskeyword
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 
 import grassy
 from grassy import cli
@@ -34,7 +37,12 @@ def run_module(*arguments):
 @pytest.mark.slow
 def test_python_m_grassy_is_the_command_and_its_exit_code_is_the_one_of_main():
     version = run_module("--version")
-    assert (version.returncode, version.stdout) == (0, f"grassy {grassy.__version__}\n")
+    assert version.returncode == 0
+    first, python, torch_line, *others = version.stdout.splitlines()
+    assert first == f"grassy {grassy.__version__}"
+    assert python.startswith(f"Python {platform.python_version()}, ")
+    assert torch_line.startswith(f"torch {torch.__version__} (")
+    assert f"numpy {numpy.__version__}" in others
     mistake = run_module("demo", "--seeds", "many")
     assert (mistake.returncode, mistake.stdout) == (2, "")
     expected = "grassy: error: argument --seeds: invalid int value: 'many' (try grassy demo --help)\n"

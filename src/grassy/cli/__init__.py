@@ -10,9 +10,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from grassy._version import __version__
 from grassy.cli import analyze, demo, export, import_, predict, recipes, report, train, transfer, validate
 from grassy.cli.parser import Parser, add_debug, fail, listed
+from grassy.cli.versions import ShowVersions
 from grassy.extras import is_missing, sentence
 
 #: In the order in which `grassy --help` lists them.
@@ -52,9 +52,7 @@ def make_parser() -> Parser:
         description="Train, measure and export image classifiers that represent each class by a subspace.",
         epilog="`grassy COMMAND --help` lists the options of a command and shows an example.",
     )
-    parser.add_argument(
-        "--version", action="version", version=f"grassy {__version__}", help="show the version and exit"
-    )
+    parser.add_argument("--version", action=ShowVersions, help="show the versions of grassy, Python, torch, and exit")
     add_debug(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for command in COMMANDS:
