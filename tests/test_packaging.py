@@ -1,10 +1,14 @@
-"""What PyPI will say about grassy."""
+"""What PyPI will say about grassy, and what the files beside the code promise."""
 
+import ast
 import os
 import re
 from pathlib import Path
 
 import pytest
+import yaml
+
+import grassy
 
 ROOT = Path(__file__).parent.parent
 
@@ -34,3 +38,23 @@ def test_the_text_of_a_link_stays(description):
     assert len(texts) > 3
     for text in texts:
         assert text in description
+
+
+def test_the_citation_is_that_of_the_readme_and_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == grassy.__version__
+    assert f"## [{grassy.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    paper = citation["preferred-citation"]
+    names = ", ".join(author["family-names"] for author in paper["authors"])
+    assert f"({names}, ICCV {paper['year']})" in (ROOT / "README.md").read_text()
+    assert "(ICCV)" in paper["collection-title"]
+
+
+def test_every_limit_of_the_security_policy_names_a_test_that_exists():
+    rows = [line for line in (ROOT / "SECURITY.md").read_text().splitlines() if line.startswith("|")][2:]
+    assert len(rows) > 10
+    for row in rows:
+        found = re.search(r"\| `(tests/[\w/]+\.py)::(test_\w+)` \|$", row)
+        assert found, row
+        tree = ast.parse((ROOT / found[1]).read_text())
+        assert found[2] in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, row

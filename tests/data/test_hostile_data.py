@@ -21,8 +21,11 @@ from grassy.data.class_folders import open_files, walk
 from grassy.data.decode import open_image, read_rgb, reason_for
 from grassy.data.images import open_images
 from grassy.data.loader import Samples
+from grassy.data.run_data import open_data
+from grassy.distributed.processes import Process
 from grassy.spelling import natural_key
 from grassy.torchvision_import import import_torchvision
+from training_cases import tiny_recipe
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n{} loop\n"
 
@@ -334,3 +337,14 @@ def test_classes_are_numbered_in_the_order_of_timm(names):
     except ValueError:  # it takes some signs for digits that are none
         expected = sorted(names, key=natural_key)
     assert sorted(names, key=natural_key) == expected
+
+
+def test_a_recipe_cannot_name_a_command_in_place_of_a_tar(tmp_path):
+    pytest.importorskip("webdataset")  # whose addresses may begin with "pipe:"
+    (tmp_path / "data").mkdir()
+    split = f"pipe:touch {tmp_path / 'ran'}; echo .tar|40"
+    recipe = tiny_recipe(dataset="wds/tars", train_split=split, val_split=split, num_classes=3, workers=0)
+    for folder in (tmp_path / "data", None):
+        with pytest.raises((ValueError, TypeError)):
+            list(open_data(recipe, folder, Process(torch.device("cpu"))).train.epoch(0))
+    assert not (tmp_path / "ran").exists()
