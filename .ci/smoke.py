@@ -1,8 +1,12 @@
-"""What a user does first with an installed grassy. Run it by the Python of the environment that has the wheel.
+"""What a user does first with an installed grassy, and every command of the README's quick start.
+
+Run it by the Python of the environment that has the wheel.
 
 `python -I` keeps the current folder and PYTHONPATH out, so that the checkout cannot stand in for the wheel.
 """
 
+import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,7 +19,8 @@ import grassy
 
 environment, installed = Path(sys.prefix), Path(grassy.__file__).parent
 assert installed.is_relative_to(environment), f"{installed} is not in {environment}"
-source = Path(__file__).parents[1] / "src" / "grassy"  # recipes, kernels and the page's scripts are files of it, too
+root = Path(__file__).parents[1]
+source = root / "src" / "grassy"  # recipes, kernels and the page's scripts are files of it, too
 files = {file.relative_to(source) for file in source.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
 missing = sorted(str(file) for file in files if not (installed / file).is_file())
 assert files, f"{source} is empty"
@@ -47,4 +52,34 @@ assert "resnet50-grassmann" in command("recipes")
 with tempfile.TemporaryDirectory() as folder:
     command("demo", "--quick", "--output", folder)
     assert (Path(folder) / "report.html").stat().st_size > 10_000
+
+# The README's quick start, block by block. Its README names what to add without a network: here one epoch is enough.
+readme = (root / "README.md").read_text(encoding="utf-8")
+offline = "--from-scratch model=resnet18 img_size=64 --epochs 1"
+assert offline.rsplit(" ", 1)[0] in readme, "the README has another way to try it without a network"
+
+
+def block(section: str) -> str:
+    found = re.search(rf"^## {section}\n.*?^```\w+\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    assert found, f"the README has no block in {section!r}"
+    return found[1]
+
+
+with tempfile.TemporaryDirectory() as folder:
+    subprocess.run([sys.executable, "-I", "-c", block("Quick start in Python")], cwd=folder, check=True)
+    grassy.torchvision_import.import_torchvision()
+    from PIL import Image
+
+    for place in ("photos/cat", "photos/dog", "holiday"):
+        (Path(folder) / place).mkdir(parents=True)
+        for number in range(10):
+            pixels = torch.randint(0, 256, (40, 40, 3), dtype=torch.uint8).numpy()
+            Image.fromarray(pixels).save(Path(folder) / place / f"{number}.png")
+    path = {**os.environ, "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    commands = block("Quick start on the command line").splitlines()
+    assert [line.split()[:2] for line in commands] == [["grassy", word] for word in ("train", "report", "predict")]
+    for line in commands:
+        words = f"{line} {offline}" if line.startswith("grassy train") else line
+        subprocess.run(words, shell=True, cwd=folder, env=path, check=True, stdout=subprocess.DEVNULL)
+    assert (Path(folder) / "runs" / "finetune" / "report.html").stat().st_size > 10_000
 print(f"grassy {grassy.__version__} works as installed in {environment}")
