@@ -3,7 +3,6 @@
 import argparse
 import math
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,11 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--initial-checkpoint", metavar="PATH", help="weights to start from: a run or a file of weights"
     )
-    parser.add_argument("--from-scratch", action="store_true", help="start from random instead of pretrained weights")
+    parser.add_argument(
+        "--from-scratch",
+        action="store_true",
+        help="start from random instead of pretrained weights, with five times the recipe's lr unless you give one",
+    )
     for flag, kind, what in (
         ("--epochs", int, "number of epochs"),
         ("--batch-size", int, "images per update, over all processes"),
@@ -120,10 +123,7 @@ def _settings_from_scratch(name: str, given: Sequence[str]) -> dict[str, Any]:
     lr = recipe.get("lr")
     if not recipe.get("pretrained") or not isinstance(lr, float) or "lr" in given or "opt" in given:
         return {"pretrained": False}
-    higher = float(f"{LR_FROM_SCRATCH * lr:.6g}")
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"from scratch with lr={higher:g}: {lr:g} of the recipe is for pretrained weights", file=sys.stderr)
-    return {"pretrained": False, "lr": higher}
+    return {"pretrained": False, "lr": float(f"{LR_FROM_SCRATCH * lr:.6g}")}
 
 
 def _folder_to_resume(args: argparse.Namespace) -> Path | None:
