@@ -4,6 +4,7 @@ README.md is the front page. Every other file that a page links to becomes part 
 a picture as it is, and anything else, such as a source or a result, as a page that shows its text.
 """
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -40,7 +41,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    if page.is_homepage or page.parent is None:  # a list of neighbours would be empty, and tables and code are wide
+    if page.parent is None:  # a list of neighbours would be empty, and tables and code are wide
         page.meta["hide"] = ["navigation"]
 
     def with_page(match: re.Match[str]) -> str:
@@ -68,8 +69,16 @@ def _page_of(path: str) -> str:
 
 
 def _as_page(root: Path, path: str) -> str:
-    language = LANGUAGES.get(Path(path).suffix, "text")
-    return f"---\nsearch: {{exclude: true}}\n---\n\n# {path}\n\n````{language}\n{(root / path).read_text()}\n````\n"
+    text, suffix = (root / path).read_text(), Path(path).suffix
+    listing = f"# {path}\n\n````{LANGUAGES.get(suffix, 'text')}\n{text}\n````\n"
+    shown = _notebook(text) if suffix == ".ipynb" else listing
+    return f"---\nsearch: {{exclude: true}}\n---\n\n{shown}"
+
+
+def _notebook(text: str) -> str:
+    """The cells of a notebook, without what they print."""
+    cells = ((cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"])
+    return "\n\n".join(f"```python\n{source}\n```" if kind == "code" else source for kind, source in cells)
 
 
 def _between_fences(markdown: str, change) -> str:
