@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.browser import browser
 
 import grassy
 from grassy.demo import experiment as demo
@@ -72,6 +73,19 @@ def test_the_page_begins_with_the_idea_and_nothing_else_is_left_in_the_folder(qu
     assert page.count("<image ") == 2 * test_images  # each of them once with softmax and once with subspaces
     assert all(sentence in page for sentence in result["sentences"])
     assert "{{" not in page.split("<script", 1)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_on_a_phone_the_page_fits_and_a_digit_can_be_chosen(quick):
+    with browser() as window:
+        window.emulate(390, 800)
+        window.open(quick[2] / "report.html")
+        assert window.run("return document.documentElement.scrollWidth") <= 390
+        visible = "[...document.querySelectorAll('#idea figure')].filter((f) => f.offsetParent).map((f) => f.className)"
+        assert window.run(f"return {visible}") == ["digit-0", "digit-0"]
+        window.run("document.querySelector('#idea label:nth-of-type(3)').click()")
+        assert window.run(f"return {visible}") == ["digit-2", "digit-2"]
 
 
 def test_the_numbers_file_names_the_platform_and_no_folder(quick):
