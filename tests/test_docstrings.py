@@ -8,7 +8,7 @@ import re
 import pytest
 
 #: Parts without an `__all__` make their own functions public.
-PARTS = ("analysis", "distributed", "geometry", "heads", "kernels", "loss", "optim", "sklearn", "surgery")
+PARTS = ("analysis", "distributed", "geometry", "heads", "kernels", "loss", "optim", "sklearn", "surgery", "transfer")
 
 
 def public_names():

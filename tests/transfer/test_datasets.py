@@ -64,7 +64,7 @@ def test_a_single_file_is_not_a_training_and_a_test_set(tmp_path):
     make(tmp_path, "npz", ["train"])
     make(tmp_path / "t", "tar", ["train"])
     for file in (tmp_path / "train.npz", tmp_path / "t" / "train.tar"):
-        with pytest.raises(MissingData, match="is one file, which cannot be training and test set"):
+        with pytest.raises(MissingData, match="is a file: give a folder with a training and a test set"):
             open_set(f"mine={file}", None)
 
 

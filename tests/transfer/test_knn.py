@@ -127,7 +127,7 @@ def test_k_is_between_1_and_the_number_of_samples():
         KNN(0)
     with pytest.raises(ValueError, match="k must be at most the number of samples, 80, got 81"):
         KNN(81).fit(features, labels)
-    with pytest.raises(ValueError, match="ks must be at most 64, the samples outside of a fold, got 65"):
+    with pytest.raises(ValueError, match="ks must be at most 64, the number of samples outside a fold, got 65"):
         search_knn(features, labels, [1, 65])
     with pytest.raises(ValueError, match="ks must be integers"):
         search_knn(features, labels, [1, 2.5])

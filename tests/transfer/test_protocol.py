@@ -72,7 +72,7 @@ def test_absent_data_says_what_to_do(tmp_path):
             open_set(name, tmp_path)
     with pytest.raises(MissingData, match="give --data-dir"):
         open_set("pets", None)
-    with pytest.raises(MissingData, match="the known data sets are cifar10"):
+    with pytest.raises(MissingData, match="the known datasets are cifar10"):
         open_set("petz", tmp_path)
 
 
@@ -129,7 +129,7 @@ def test_both_backends_of_the_svm_agree(run, tmp_path, capsys):
 def test_what_cannot_be_done_is_one_line(run, tmp_path, capsys):
     data = ["--data-dir", str(tmp_path), "--output", str(tmp_path / "out"), "--workers", "0"]
     for words, message in [
-        (["--checkpoint", str(run), "--datasets", "food101"], "none of the data sets is there: food101 is not in"),
+        (["--checkpoint", str(run), "--datasets", "food101"], "none of the datasets was found: food101 is not in"),
         (
             ["--checkpoint", str(run), "--datasets", "pets", "--methods", "svn"],
             "unknown method 'svn', did you mean 'svm'",
@@ -174,7 +174,7 @@ def test_the_papers_figures_stand_beside_those_of_its_recipes(run):
     assert "(the paper)" in text
     assert "91.85" in text
     words = protocol.line(dataclasses.replace(result, paper_chosen=2.0))
-    assert "the paper has 91.85 with C=2" in words
+    assert "the paper reports 91.85 with C=2" in words
 
 
 def lopsided(samples=200, width=4, seed=0):
@@ -228,11 +228,11 @@ def test_a_choice_at_the_end_of_the_grid_is_said():
         numbers = (90.0, "top1", "C", chosen, [90.0], 1, 1, 2, 0, 0.0)
         return protocol.line(protocol.Result("a", "pets", method, *numbers, tried=tried))
 
-    assert "C=20, the end of its grid" in words("svm", 20.0, [0.1, 1.0, 20.0])
-    assert "the end of its grid" in words("probe", 0.1, [0.1, 1.0])
-    assert "the end" not in words("svm", 1.0, [0.1, 1.0, 20.0])
-    assert "the end" not in words("knn", 1, [1, 3, 49])  # there is nothing below
-    assert "the end" in words("knn", 49, [1, 3, 49])
+    assert "C=20, the largest value of the grid" in words("svm", 20.0, [0.1, 1.0, 20.0])
+    assert "the smallest value of the grid" in words("probe", 0.1, [0.1, 1.0])
+    assert "of the grid" not in words("svm", 1.0, [0.1, 1.0, 20.0])
+    assert "of the grid" not in words("knn", 1, [1, 3, 49])  # there is nothing below
+    assert "the largest value of the grid" in words("knn", 49, [1, 3, 49])
 
 
 def sets_in_memory(monkeypatch, **features):

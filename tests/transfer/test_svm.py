@@ -319,7 +319,7 @@ def test_a_fit_refuses_bad_input_and_says_why(model):
         ("features must have shape", features[:, 0], labels),
         ("features must have shape", features[:, :0], labels),
         ("features must be a tensor or an array of numbers", np.array([["a"]]), labels),
-        (r"labels must have shape \(90,\), one for each feature, got \(89,\)", features, labels[1:]),
+        (r"labels must have shape \(90,\), one per sample, got \(89,\)", features, labels[1:]),
         ("labels must be integers, got torch.float64", features, labels.double()),
         ("labels must be integers", features, np.array(["cat"] * 90)),
     ]
@@ -328,7 +328,7 @@ def test_a_fit_refuses_bad_input_and_says_why(model):
             model().fit(bad_features, bad_labels)
     with pytest.raises(ValueError, match=f"this {model.__name__} is not fitted yet"):
         model().predict(features)
-    with pytest.raises(ValueError, match="features must be 6 wide, as those of the fit, got 5"):
+    with pytest.raises(ValueError, match="features must have width 6, as in fit, got 5"):
         model().fit(features, labels).predict(features[:, 1:])
 
 
@@ -378,5 +378,5 @@ def test_features_too_large_or_small_to_compute_with_are_refused():
     with pytest.raises(ValueError, match="or pass normalize=True"):
         LinearSVM().fit(features * 1e20, labels)
     for search in SEARCHES:
-        with pytest.raises(ValueError, match=r"features hold numbers beyond 1e\+100"):
+        with pytest.raises(ValueError, match=r"features hold values beyond 1e\+100"):
             search(features * 1e200, labels)

@@ -51,11 +51,19 @@ def export(
     "outlier_score" (B,), if the model has one head on features. The class names and the preprocessing are in the file
     as JSON: in ONNX under the metadata key "grassy", in .pt2 as the extra file "grassy.json".
 
-    batch: "dynamic" for any batch size, or the one batch size that the file will accept.
-    opset: the ONNX opset version; None for torch's default.
+    ONNX stores weights beyond 1.5 GB in a second file, `.onnx.data`.
 
-    If the logits differ by more than `TOLERANCE`, the file is deleted and a ValueError is raised. ONNX stores weights
-    beyond 1.5 GB in a second file, `.onnx.data`.
+    Args:
+        checkpoint: A file of weights, or the folder of a run.
+        output: An .onnx file, a .pt2 file, or a folder.
+        batch: "dynamic" for any batch size, or the one batch size that the file will accept.
+        opset: The ONNX opset version; None for torch's default.
+
+    Returns:
+        The path of the written file or folder.
+
+    Raises:
+        ValueError: If the logits of the file differ by more than `TOLERANCE`; the file is then deleted.
     """
     output = Path(output)
     suffix = output.suffix.lower()

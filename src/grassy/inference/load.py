@@ -26,13 +26,21 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 @needs("grassy.load", extra="train")
 def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn.Module:
-    """Load a trained model, in eval mode.
-
-    path: a file of weights, the folder of a run (its best weights are loaded), or a folder for the Hugging Face Hub.
-        "hf-hub:user/name" downloads a timm or transformers model from the Hub.
+    """Load a trained model.
 
     The model is rebuilt from the file alone, without unpickling. `timm.data.resolve_model_data_config(model)` returns
     its preprocessing. `model.pretrained_cfg["label_names"]` holds the class names, if the training data had any.
+
+    Args:
+        path: A file of weights, the folder of a run (its best weights are loaded), or a folder for the Hugging Face
+            Hub. "hf-hub:user/name" downloads a timm or transformers model with a grassy head from the Hub.
+        device: Where to put the model.
+
+    Returns:
+        The model, in eval mode.
+
+    Raises:
+        ValueError: If there is no checkpoint at `path`, or if it does not hold the weights that it describes.
     """
     path = local_folder(Path(path))
     config = read_config(path) if path.is_dir() else None

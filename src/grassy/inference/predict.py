@@ -62,12 +62,22 @@ def predict(
 ) -> Iterator[Prediction]:
     """Yield a prediction for each image file, and for each image in a folder, in the order of `paths`.
 
-    checkpoint: a file of weights, or the folder of a run.
-    device: None or "auto" for a GPU if there is one.
-    outlier_threshold: None for the model's threshold, which 5 % of its validation images exceed.
-
     Wrong arguments raise at once, before the first prediction. An image that cannot be read yields a prediction with an
     error, and the others follow.
+
+    Args:
+        checkpoint: A file of weights, or the folder of a run.
+        paths: Image files, and folders of images.
+        topk: Number of classes per prediction.
+        batch_size: Images per forward pass.
+        device: None or "auto" for a GPU if there is one.
+        outlier_threshold: None for the model's threshold, which 5 % of its validation images exceed.
+
+    Returns:
+        An iterator over the predictions.
+
+    Raises:
+        ValueError: If an argument is out of range, or if a path does not exist or holds no images.
     """
     return predict_files(checkpoint, find_images(paths), topk, batch_size, device, outlier_threshold)
 

@@ -61,12 +61,24 @@ def save(
     The head, classes, architecture and preprocessing are read from the model. Pass what timm cannot know:
     `model_kwargs` if the model was built with options, `architecture` if timm did not build it, and your preprocessing
     if it differs from timm's. Before writing, `save` rebuilds the model from its description and compares weights and
-    logits. It raises a ValueError if they differ.
+    logits.
 
-    model: DDP, torch.compile and averaging wrappers are removed.
-    class_names: in the order of the labels.
-    img_size, crop_pct, interpolation, mean, std: preprocessing for inference (default: timm's).
-    epoch, metrics: stored with the weights, for your information.
+    Args:
+        model: The model. DDP, torch.compile and averaging wrappers are removed.
+        path: A file that ends in .safetensors, or a folder.
+        class_names: One name per class, in the order of the labels.
+        img_size: Side of the input image in pixels (default: timm's).
+        architecture: Name of the timm model (default: read from the model).
+        model_kwargs: Options that the model was built with.
+        crop_pct: Side of the crop relative to the short side of the resized image (default: timm's).
+        interpolation: Interpolation for resizing, such as "bicubic" (default: timm's).
+        mean: Mean for normalisation, one value per channel (default: timm's).
+        std: Standard deviation for normalisation, one value per channel (default: timm's).
+        epoch: Stored with the weights, for your information.
+        metrics: Stored with the weights, for your information.
+
+    Raises:
+        ValueError: If the rebuilt model differs, if a value cannot be stored, or if `path` holds other files.
     """
     path = Path(path)
     if path.suffix in OTHER_FILES:

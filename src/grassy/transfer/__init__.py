@@ -1,6 +1,7 @@
-"""How good features are elsewhere: linear SVM, nearest neighbours and logistic regression on top of them.
+"""Transfer of features: linear SVM, nearest neighbours and logistic regression on frozen features.
 
-Each has `fit`, `predict` and `score`, and a search for its one parameter by stratified cross-validation.
+Each classifier has `fit`, `predict` and `score`. A `search_*` function chooses its one parameter by stratified
+cross-validation.
 """
 
 from grassy.transfer.solvers.knn import KNN, search_knn

@@ -1,4 +1,4 @@
-"""The data sets of the paper's transfer tables by name, with their splits and metrics, and sets of one's own."""
+"""The datasets of the paper's transfer tables, with their splits and metrics, and your own datasets."""
 
 import functools
 import os
@@ -33,7 +33,7 @@ from grassy.torchvision_import import import_torchvision
 
 @dataclass(frozen=True)
 class TransferSet:
-    """A data set: its name, what is reported of it, and its training and test images."""
+    """A dataset: its name, the metric to report, and its training and test images."""
 
     name: str
     metric: str  # "top1" or "mean_per_class"
@@ -41,16 +41,16 @@ class TransferSet:
     test: Images
 
 
-#: The share of a folder of class folders that is tested on, if nobody has split it.
+#: The share of a folder of class folders that becomes the test set, if the folder has no splits.
 HELD_OUT = 0.2
 
 
 class MissingData(ValueError):
-    """A data set is not where it was looked for; the message says what to do."""
+    """A dataset was not found; the message says what to do."""
 
 
-#: torchvision's class, its arguments for training and for test, and the metric, as the paper's appendix has them.
-#: Flowers is trained on its official train and val splits together.
+#: torchvision's class, its arguments for training and for test, and the metric, as in the paper's appendix.
+#: Flowers trains on its official train and val splits together.
 KNOWN: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], str]] = {
     "cifar10": ("CIFAR10", [{"train": True}], {"train": False}, "top1"),
     "cifar100": ("CIFAR100", [{"train": True}], {"train": False}, "top1"),
@@ -62,13 +62,12 @@ KNOWN: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], str]] = {
 
 
 def open_set(name: str, data_dir: Path | None) -> TransferSet:
-    """A data set of the paper by its name, or one of your own as NAME=PATH or PATH.
+    """Open a dataset of the paper by name, or your own as NAME=PATH or PATH.
 
     The folder of a run stands for the images that it was trained and validated on.
 
-    Of a known name, `data_dir/NAME` is looked for first, as class folders, tars or .npz files, then torchvision's own
-    layout in `data_dir`. Nothing is downloaded. "digits" and names that begin with torch/ or hfds/ go to the readers
-    that training has.
+    For a known name, `open_set` looks for `data_dir/NAME` (class folders, tars or .npz files), then for torchvision's
+    layout in `data_dir`. It downloads nothing. "digits", torch/NAME and hfds/NAME use the same readers as training.
     """
     if name not in KNOWN:
         title, equals, place = name.partition("=")
@@ -77,7 +76,7 @@ def open_set(name: str, data_dir: Path | None) -> TransferSet:
             return TransferSet(title, "top1", *_from_readers(place, data_dir))
         path = Path(place)
         if not path.exists():
-            known = f"the known data sets are {', '.join(KNOWN)}{nearest(name, KNOWN)}"
+            known = f"the known datasets are {', '.join((*KNOWN, 'digits'))}{nearest(name, (*KNOWN, 'digits'))}"
             raise MissingData(f"{path} does not exist, and {known}")
         if (path / ENVIRONMENT).is_file():
             name, *parts = _of_run(path)
@@ -92,21 +91,21 @@ def open_set(name: str, data_dir: Path | None) -> TransferSet:
 
 
 def of_runs(runs: Sequence[str]) -> list[str]:
-    """The data that runs were trained on, each set once, for `open_set`: the folder of the first run that has it."""
+    """The datasets that runs were trained on, without repetition, as arguments of `open_set`: folders of runs."""
     found: dict[tuple[str, str], str] = {}
     for run in runs:
         folder = Path(run) if Path(run).is_dir() else Path(run).parent
         if not (folder / ENVIRONMENT).is_file():
-            raise ValueError(f"which data sets? {run} does not say what it was trained on: give --datasets")
+            raise ValueError(f"which datasets? {run} does not say what it was trained on: give --datasets")
         recipe = run_recipe(read_description(weights_file(Path(run))))
         found.setdefault((recipe.dataset, str(data_dir_of(weights_file(folder), recipe, None))), str(folder))
     return list(found.values())
 
 
 def _own(path: Path) -> tuple[Images, Images]:
-    """Training and test images of a folder; a validation split beside a test split counts as training."""
+    """Training and test images of a folder. If it has val and test, val belongs to the training images."""
     if not path.is_dir():
-        raise MissingData(f"{path} is one file, which cannot be training and test set: give a folder with both in it")
+        raise MissingData(f"{path} is a file: give a folder with a training and a test set")
     validation_names = [name for name in VALIDATION_NAMES if name != "test"]
     train, validation, test = (_place(path, names) for names in (TRAIN_NAMES, validation_names, ["test"]))
     if train is None and validation is None and test is None and any(map(holds_images, folders_in(path))):
@@ -130,7 +129,7 @@ def _own(path: Path) -> tuple[Images, Images]:
 
 
 def _of_run(folder: Path) -> tuple[str, Images, Images]:
-    """The name of the data of a run, and the images that it was trained and validated on."""
+    """The name of a run's dataset, and the images that the run was trained and validated on."""
     try:
         file = weights_file(folder)
         about = read_description(file)
@@ -146,7 +145,7 @@ def _of_run(folder: Path) -> tuple[str, Images, Images]:
 
 
 def _place(folder: Path, names: Sequence[str]) -> Path | None:
-    """Where a split lies, under the first of its names that is there."""
+    """The path of a split, under the first of its names that exists."""
     candidates = (folder / f"{name}{suffix}" for name in names for suffix in (".npz", "", ".tar"))
     return next((place for place in candidates if place.exists()), None)
 
@@ -166,7 +165,7 @@ def _from_readers(name: str, data_dir: Path | None) -> tuple[Images, Images]:
 
 
 def _with_names(images: Images) -> Images:
-    """Files of torchvision's data sets have names, which say when they change."""
+    """Give the images of a torchvision dataset their file names, from which changes are detected."""
     if isinstance(images, ReaderImages) and images.reader is None:
         return FileImages(images.dataset, images.where)
     return images
@@ -186,7 +185,7 @@ def _torchvision(name: str, data_dir: Path) -> tuple[Images, Images]:
     except (RuntimeError, OSError, ModuleNotFoundError) as error:
         reason = " ".join(str(error).split())
         raise MissingData(
-            f"{name} is not in {data_dir}: put class folders or .npz files into {data_dir / name}, or get it by "
+            f"{name} is not in {data_dir}: put class folders or .npz files into {data_dir / name}, or download it with "
             f"torchvision.datasets.{kind}({str(data_dir)!r}, download=True) ({reason})"
         ) from None
 
@@ -199,7 +198,7 @@ def _images(dataset: Any, name: str) -> Images:
 
 
 class FileImages(ReaderImages):
-    """A data set of torchvision that reads files: their names are known, and so are the labels."""
+    """A torchvision dataset that reads files, with their names and labels."""
 
     @functools.cached_property
     def _known_labels(self) -> np.ndarray | None:

@@ -1,7 +1,7 @@
-"""The paper's transfer protocol: features of a data set, a classifier on top of them, its accuracy on the test images.
+"""The paper's transfer protocol: extract features of a dataset, fit a classifier on them, report its test accuracy.
 
-Features are those in front of the classifier. The parameter of each method (C of the SVM and the probe, K of the
-nearest neighbours) is chosen by five-fold stratified cross-validation on the training images.
+Features are the inputs of the model's classifier. Five-fold stratified cross-validation on the training images chooses
+the parameter of each method: C of the SVM and the probe, K of the nearest neighbours.
 """
 
 import statistics
@@ -30,7 +30,7 @@ PARAMETERS = {"svm": "C", "knn": "K", "probe": "C"}
 
 @dataclass(frozen=True)
 class Result:
-    """How well one method did on the features that one model has for one data set; accuracies in percent."""
+    """The result of one method on the features of one model for one dataset; accuracies in percent."""
 
     model: str
     dataset: str
@@ -49,7 +49,7 @@ class Result:
     paper_chosen: float | None = None
     unreadable: int = 0
     recipe_seed: int | None = None
-    tried: list[float] = field(default_factory=list)  # the grid that `chosen` is from
+    tried: list[float] = field(default_factory=list)  # the grid that was searched
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -57,12 +57,12 @@ class Result:
 
 @dataclass
 class Report:
-    """All results, the data sets that were not there, and what could not be measured, each with the reason."""
+    """All results, the datasets that were not found, and the measurements that failed, with reasons."""
 
     results: list[Result] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)  # by "model, data set" or "model, data set, method"
-    finished: bool = False  # whether all that was asked for has been tried
+    failed: dict[str, str] = field(default_factory=dict)  # by "model, dataset" or "model, dataset, method"
+    finished: bool = False  # whether every measurement has been tried
 
 
 def check_methods(methods: Sequence[str]) -> None:
@@ -85,12 +85,14 @@ def transfer(
     keep: Callable[[Report], None] = lambda _: None,
     **extraction: Any,
 ) -> Report:
-    """Run the protocol for all models and data sets; what is absent or fails is named, and the rest computed.
+    """Run the protocol for all models and datasets. Report what is missing or fails, and measure the rest.
 
-    Of models of one name, and of methods named twice, the first counts.
+    Repeated model names and methods are measured once.
 
-    backend: of the SVM, "torch" or "sklearn". keep: is called with the report after each result, so that none is lost
-    to whatever stops the next. extraction: options of `features.extract`.
+    backend: implementation of the SVM, "torch" or "sklearn".
+    say: called with each progress line.
+    keep: called with the report after each result, so that an interruption loses none.
+    extraction: options of `features.extract`.
     """
     check_methods(methods)
     report = Report()
@@ -102,7 +104,7 @@ def transfer(
             report.missing[name] = str(error)
             say(f"left out: {error}")
     if not opened:
-        raise ValueError(f"none of the data sets is there: {'; '.join(report.missing.values())}")
+        raise ValueError(f"none of the datasets was found: {'; '.join(report.missing.values())}")
     _check_titles(opened)
 
     def fail(what: str, error: Exception) -> None:
@@ -156,7 +158,7 @@ def _check_titles(opened: dict[str, TransferSet]) -> None:
 
 
 def _check_labels(data: TransferSet, train: Features, test: Features) -> None:
-    """A class that is not learned cannot be recognised: numbers that differ between the splits are the likely cause."""
+    """Raise a ValueError for a test label that no training image has: the splits may number classes differently."""
     strange = test.labels[~torch.isin(test.labels, train.labels)]
     if len(strange):
         number = int(strange.min())
@@ -175,7 +177,7 @@ def measure(
     device: torch.device,
     backend: str = "torch",
 ) -> Result:
-    """One method on the features of one data set."""
+    """Fit and test one method on the features of one dataset."""
     begin = time.monotonic()
     features, labels = train.features.to(device), train.labels.to(device)
     options: dict[str, Any] = {"metric": data.metric, "seed": seed}
@@ -209,7 +211,7 @@ def measure(
 
 
 def accuracy(predicted: Tensor, labels: Tensor, metric: str) -> float:
-    """The share of right predictions, or its mean over the classes that the labels hold."""
+    """The share of correct predictions ("top1"), or its mean over the classes present ("mean_per_class")."""
     right = (predicted == labels).double()
     if metric == "top1":
         return float(right.mean())
@@ -220,9 +222,9 @@ def accuracy(predicted: Tensor, labels: Tensor, metric: str) -> float:
 
 
 def line(result: Result) -> str:
-    """One result in words."""
+    """One result as a line of text."""
     folds = statistics.mean(result.fold_accuracies)
-    reference = "" if result.paper is None else f", the paper has {result.paper:.2f}"
+    reference = "" if result.paper is None else f", the paper reports {result.paper:.2f}"
     if result.paper_chosen is not None:
         reference += f" with {result.parameter}={result.paper_chosen:g}"
     return (
@@ -232,7 +234,7 @@ def line(result: Result) -> str:
 
 
 def _of_grid(result: Result) -> str:
-    """What the choice has to do with the end of its grid, where a value beyond might be better."""
+    """A warning if the chosen value is the smallest or largest of its grid, where a value beyond might be better."""
     if not result.tried:
         return ""
     smallest, largest = min(result.tried), max(result.tried)
@@ -240,12 +242,12 @@ def _of_grid(result: Result) -> str:
     if result.method == "knn" and largest < max(KS):
         words = f", tried only up to {largest} for so few images"
     if result.chosen == largest or (result.chosen == smallest and result.method != "knn"):
-        words += ", the end of its grid"
+        words += f", the {'largest' if result.chosen == largest else 'smallest'} value of the grid"
     return words
 
 
 def _figure(recipe: dict[str, Any], method: str, dataset: str) -> float | None:
-    """What the paper has for the row that a model's recipe is to reproduce."""
+    """The paper's result for the row that a model's recipe reproduces; None if there is none."""
     if not recipe.get("paper"):
         return None
     try:

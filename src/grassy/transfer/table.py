@@ -1,4 +1,4 @@
-"""Transfer results as a table: a column a data set, a row a model, runs that differ in their seed taken together."""
+"""Transfer results as a table: one column per dataset, one row per model or group of seeds."""
 
 import csv
 import io
@@ -36,7 +36,7 @@ COLUMNS = (
 
 
 def save(report: Report, folder: Path, facts: dict[str, Any]) -> None:
-    """transfer.csv, one line per result, and transfer.json, with what was missing or failed as well."""
+    """Write transfer.csv with one line per result, and transfer.json, which also lists what was missing or failed."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -57,9 +57,9 @@ def save(report: Report, folder: Path, facts: dict[str, Any]) -> None:
 
 
 def render(report: Report, groups: dict[str, str]) -> str:
-    """Aligned lines: mean accuracy of the models of a group on each data set, with the spread if there are several.
+    """Aligned lines: the mean accuracy of each group on each dataset, ± the standard deviation of several models.
 
-    groups: by the name of a model, the name of the group it belongs to.
+    groups: maps the name of a model to the name of its group.
     """
     datasets = list(dict.fromkeys(result.dataset for result in report.results))
     lines: list[list[str]] = [["model", "method", *datasets, "mean"]]
@@ -88,9 +88,9 @@ def render(report: Report, groups: dict[str, str]) -> str:
 
 
 def group_by_recipe(models: Sequence[Any]) -> dict[str, str]:
-    """By the name of a model, that of its group: the first of the runs that differ in nothing but the seed.
+    """Map each model's name to its group: the first of the runs that differ only in the seed.
 
-    Runs of which two have the same seed are not repetitions with other seeds, and stay apart.
+    Runs are not grouped if two of them have the same seed.
     """
     alike: dict[str, list[Any]] = {}
     for model in {model.name: model for model in reversed(models)}.values():
@@ -105,7 +105,7 @@ def group_by_recipe(models: Sequence[Any]) -> dict[str, str]:
 
 
 def _means(results: Sequence[Result], datasets: int) -> list[float]:
-    """The mean over data sets, for each model that has a result on all of them: other means could not be compared."""
+    """The mean over datasets, for each model with a result on all of them; other means would not be comparable."""
     models = dict.fromkeys(result.model for result in results)
     accuracies = [[r.accuracy for r in results if r.model == model] for model in models]
     return [statistics.mean(values) for values in accuracies if len(values) == datasets]

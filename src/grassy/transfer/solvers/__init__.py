@@ -1,1 +1,1 @@
-"""Linear SVM, nearest neighbours and logistic probe; no grassy module outside this folder is imported."""
+"""Linear SVM, nearest neighbours and logistic probe. This folder imports no grassy module outside itself."""

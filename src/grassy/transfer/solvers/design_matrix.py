@@ -1,4 +1,4 @@
-"""Features as the matrix of a linear model: divided by a scale, a constant 1 appended, never copied.
+"""The design matrix of a linear model: features divided by a scale, with a constant 1 appended, without a copy.
 
 Shapes: B samples, N features, Q columns of weights.
 """
@@ -17,7 +17,7 @@ LARGEST_EIGENPROBLEM = 4096
 class Design:
     """The matrix A = [features / scale, 1] of shape (B, N + 1), with arithmetic in `dtype`.
 
-    Features of another dtype are converted block by block, in every product.
+    Features of another dtype are converted block by block in each matrix product.
     """
 
     features: Tensor
@@ -58,7 +58,7 @@ class Design:
         width = self.features.shape[1]
         out = torch.zeros(width + 1, width + 1, dtype=self.dtype, device=self.features.device)
         for _, rows in row_blocks(self.features):
-            rows = rows.to(self.dtype) / self.scale  # before the product, whose squares might overflow
+            rows = rows.to(self.dtype) / self.scale  # before the product, whose squares could overflow
             out[:-1, :-1].addmm_(rows.mT, rows)
             out[-1, :-1] += rows.sum(0)
         out[:-1, -1] = out[-1, :-1]
@@ -70,7 +70,7 @@ class Design:
 class Spectrum:
     """Eigenvalues (N + 1,) and eigenvectors in columns (N + 1, N + 1) of A.T @ A.
 
-    Beyond LARGEST_EIGENPROBLEM only its diagonal, with None for the eigenvectors: a cruder preconditioner.
+    Beyond LARGEST_EIGENPROBLEM only the diagonal, with None for the eigenvectors: a coarser preconditioner.
     """
 
     values: Tensor
@@ -95,10 +95,10 @@ class Spectrum:
 
 
 class Span:
-    """Fewer samples than features: the same problem in coordinates of the span of the samples.
+    """For fewer samples than features: the same problem in coordinates of the span of the samples.
 
-    Optimal weights lie in that span. With features @ features.T = U Λ U.T, the rows of U √Λ have the inner products of
-    the features, so that a problem of N unknowns becomes one of at most B, with a diagonal Gram matrix.
+    Optimal weights lie in that span. With features @ features.T = U Λ U.T, the rows of U √Λ have the same inner
+    products as the features. A problem of N unknowns becomes one of at most B, with a diagonal Gram matrix.
     """
 
     def __init__(self, design: Design) -> None:
@@ -121,7 +121,7 @@ class Span:
         return torch.cat([slopes, weight[-1:].double().flatten(1)]).reshape(-1, *weight.shape[1:])
 
     def down(self, weight: Tensor) -> Tensor:
-        """Weights (N + 1, ...), their part outside of the span dropped, as weights (R + 1, ...) of `inner`."""
+        """Project weights (N + 1, ...) onto the span: weights (R + 1, ...) of `inner`."""
         flat = weight.double().flatten(1)
         slopes = torch.cat([flat[:-1], torch.zeros_like(flat[-1:])])
         coordinates = self.vectors.mT @ self.outer.scores(slopes) / self.roots[:, None]

@@ -1,4 +1,4 @@
-"""What a classifier is fitted on: features with labels, checked, and their division into stratified folds."""
+"""Checks of features and labels, and stratified folds."""
 
 from collections.abc import Iterator
 
@@ -9,11 +9,11 @@ from torch import Tensor
 Array = Tensor | np.ndarray
 
 LARGEST = 1e100
-ELEMENTS_AT_ONCE = 2**24  # of features, when they are converted to another dtype: 64 MB of float32
+ELEMENTS_AT_ONCE = 2**24  # elements converted to another dtype at once: 64 MB of float32
 
 
 def as_features(features: Array, width: int | None = None) -> Tensor:
-    """Features (B, N) as a tensor that shares their memory, or a ValueError that says what is wrong with them."""
+    """Features (B, N) as a tensor that shares their memory; a ValueError if they are invalid."""
     try:
         tensor = torch.as_tensor(features)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -23,19 +23,19 @@ def as_features(features: Array, width: int | None = None) -> Tensor:
     if tensor.ndim != 2 or 0 in tensor.shape:
         raise ValueError(f"features must have shape (samples, width), none of them 0, got {tuple(tensor.shape)}")
     if width is not None and tensor.shape[1] != width:
-        raise ValueError(f"features must be {width} wide, as those of the fit, got {tensor.shape[1]}")
+        raise ValueError(f"features must have width {width}, as in fit, got {tensor.shape[1]}")
     for start, rows in row_blocks(tensor):
         finite = rows.isfinite()
         if not bool(finite.all()):
             first = start + int((~finite.all(-1)).nonzero()[0])
             raise ValueError(f"features hold NaN or Inf, first in row {first}")
         if rows.dtype == torch.float64 and max(float(rows.max()), -float(rows.min())) > LARGEST:
-            raise ValueError(f"features hold numbers beyond {LARGEST:.0e}, whose squares overflow: scale them")
+            raise ValueError(f"features hold values beyond {LARGEST:.0e}, whose squares overflow: scale them")
     return tensor.detach()
 
 
 def as_labels(labels: Array, samples: int) -> Tensor:
-    """Labels (B,) as int64, or a ValueError that says what is wrong with them."""
+    """Labels (B,) as int64; a ValueError if they are invalid."""
     try:
         tensor = torch.as_tensor(labels)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -43,7 +43,7 @@ def as_labels(labels: Array, samples: int) -> Tensor:
     if tensor.is_floating_point() or tensor.is_complex():
         raise ValueError(f"labels must be integers, got {tensor.dtype}")
     if tensor.shape != (samples,):
-        raise ValueError(f"labels must have shape ({samples},), one for each feature, got {tuple(tensor.shape)}")
+        raise ValueError(f"labels must have shape ({samples},), one per sample, got {tuple(tensor.shape)}")
     return tensor.long()
 
 
@@ -57,9 +57,9 @@ def as_training_set(features: Array, labels: Array, least_classes: int = 2) -> t
 
 
 def stratified_folds(index: Tensor, folds: int, seed: int) -> Tensor:
-    """The fold (B,) in which each sample is held out, those of scikit-learn's StratifiedKFold(shuffle=True).
+    """The fold (B,) that holds out each sample, equal to scikit-learn's StratifiedKFold(shuffle=True).
 
-    index (B,) numbers the classes of the samples. Each class is spread evenly, which takes as many samples as folds.
+    index (B,): the class index of each sample. Each class is spread evenly, so it needs at least `folds` samples.
     """
     if folds < 2:
         raise ValueError(f"folds must be at least 2, got {folds}")
@@ -82,9 +82,9 @@ def stratified_folds(index: Tensor, folds: int, seed: int) -> Tensor:
 
 
 def row_blocks(rows: Tensor, most: int | None = None) -> Iterator[tuple[int, Tensor]]:
-    """Consecutive blocks of rows, each with the index of its first row, so that copies of a block stay small.
+    """Consecutive blocks of rows, each with the index of its first row. Copies of a block stay small.
 
-    most: how many rows a block may have, however narrow they are.
+    most: the largest number of rows per block, however narrow they are.
     """
     size = max(1, ELEMENTS_AT_ONCE // rows.shape[1])
     size = size if most is None else max(1, min(size, most))
@@ -93,6 +93,6 @@ def row_blocks(rows: Tensor, most: int | None = None) -> Iterator[tuple[int, Ten
 
 
 def mean_norm(features: Tensor) -> float:
-    """The mean Euclidean norm of features (B, N), by which the protocol divides them; 1 if all are zero."""
+    """The mean Euclidean norm of features (B, N), the scale of the protocol; 1 if all are zero."""
     total = sum(float(torch.linalg.vector_norm(rows.double(), dim=-1).sum()) for _, rows in row_blocks(features))
     return total / len(features) or 1.0

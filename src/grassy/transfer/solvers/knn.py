@@ -1,4 +1,4 @@
-"""Nearest neighbours by Euclidean distance, each with one vote, as scikit-learn's brute force has them.
+"""Nearest neighbours by Euclidean distance with uniform votes, as in scikit-learn's brute-force search.
 
 Shapes: Q queries, B samples, N features, K neighbours.
 """
@@ -13,18 +13,21 @@ from torch import Tensor
 from grassy.transfer.solvers.folds import Array, as_features, as_labels, as_training_set, row_blocks, stratified_folds
 from grassy.transfer.solvers.search import Search, best, check_search, fold_accuracies
 
-KS = range(1, 50, 2)  # of the protocol
+KS = range(1, 50, 2)  # the paper's grid
 FOLDS = 5
-QUERIES_AT_ONCE = 1024  # whose distances to a block of samples are held at once
+QUERIES_AT_ONCE = 1024  # queries per tile of distances
 DISTANCES_AT_ONCE = 2**24
 VOTES_AT_ONCE = 2**22
 
 
 class KNN:
-    """The class most frequent among the k nearest samples, the smallest label if several are.
+    """k-nearest-neighbour classifier: the most frequent class among the k nearest samples, on a tie the smallest label.
 
-    `fit` keeps the features (B, N) as they are, without a copy; distances are computed tile by tile, in float64.
-    Which of several samples at the same distance, to rounding, counts as nearer is not defined, as in scikit-learn.
+    `fit` keeps a reference to the features (B, N), without a copy. Distances are computed in tiles, in float64. The
+    order of samples at equal distance, up to rounding, is undefined, as in scikit-learn.
+
+    Args:
+        k: Number of neighbours.
     """
 
     classes_: Tensor
@@ -35,18 +38,18 @@ class KNN:
         self.k = k
 
     def fit(self, features: Array, labels: Array) -> Self:
-        """Remember features (B, N), at least k of them, and integer labels (B,)."""
+        """Store at least k features (B, N) and their integer labels (B,)."""
         tensor, classes, index = as_training_set(features, labels, least_classes=1)
         self._remember(tensor, classes, index)
         return self
 
     def predict(self, features: Array) -> Array:
-        """Labels (Q,) of features (Q, N); numpy if the features are."""
+        """Predicted labels (Q,) of features (Q, N); a NumPy array if the features are one."""
         predicted = self._predict(self._checked(features))
         return predicted.cpu().numpy() if isinstance(features, np.ndarray) else predicted
 
     def score(self, features: Array, labels: Array) -> float:
-        """The share of features (Q, N) whose label (Q,) is predicted."""
+        """The accuracy on features (Q, N) with labels (Q,)."""
         tensor = self._checked(features)
         expected = as_labels(labels, len(tensor)).to(tensor.device)
         return float((self._predict(tensor) == expected).double().mean())
@@ -76,11 +79,20 @@ def search_knn(
     *,
     metric: str = "top1",
 ) -> Search[KNN]:
-    """The k of the highest accuracy in stratified cross-validation, the smallest first, and the KNN with it.
+    """Choose the k with the highest accuracy in stratified cross-validation, on a tie the smallest, and fit a KNN.
 
-    features (B, N) and integer labels (B,), at least `folds` samples of each class; every k at most the samples outside
-    of a fold. Folds are those of StratifiedKFold(shuffle=True, random_state=seed). One search for neighbours serves
-    all k and folds: a sample is a query only of the fold that holds it out.
+    All k and folds share one neighbour search, because each sample is a query only for the fold that holds it out.
+
+    Args:
+        features: Training features (B, N), tensor or NumPy array.
+        labels: Integer labels (B,), with at least `folds` samples per class.
+        ks: Values of k to try. None may exceed the number of samples outside a fold.
+        folds: Number of folds, equal to those of StratifiedKFold(shuffle=True, random_state=seed).
+        seed: Seed of the folds.
+        metric: "top1" or "mean_per_class".
+
+    Returns:
+        The values tried, their accuracies on each fold, the chosen k and the fitted `KNN`.
     """
     values = tuple(int(k) for k in check_search(ks, "ks", metric))
     if values != tuple(ks):
@@ -89,7 +101,7 @@ def search_knn(
     held_out = stratified_folds(index, folds, seed)
     smallest = samples_outside_folds(len(index), folds)
     if max(values) > smallest:
-        raise ValueError(f"ks must be at most {smallest}, the samples outside of a fold, got {max(values)}")
+        raise ValueError(f"ks must be at most {smallest}, the number of samples outside a fold, got {max(values)}")
     nearest = nearest_neighbours(tensor, tensor, max(values), held_out)
     votes = vote(index[nearest], values)
     accuracies = torch.stack([fold_accuracies(row == index, index, held_out, metric) for row in votes])
@@ -99,21 +111,21 @@ def search_knn(
 
 
 def samples_outside_folds(samples: int, folds: int = FOLDS) -> int:
-    """How many samples are left outside of the largest of the stratified folds: no k can be larger."""
+    """The number of samples outside the largest stratified fold, which is the largest possible k."""
     return samples - -(-samples // folds)
 
 
 @torch.no_grad()
 def nearest_neighbours(queries: Tensor, samples: Tensor, k: int, group: Tensor | None = None) -> Tensor:
-    """Indices (Q, k) of the samples (B, N) nearest to each query (Q, N), the nearest first.
+    """Indices (Q, k) of the samples (B, N) nearest to each query (Q, N), nearest first.
 
-    group (B,): queries are the samples themselves, and have no neighbours in their own group.
+    group (B,): the queries are the samples themselves, and samples of the same group are not neighbours.
     """
     center = torch.stack([rows.double().sum(0) for _, rows in row_blocks(samples)]).sum(0) / len(samples)
     distances = torch.full((len(queries), k), torch.inf, dtype=torch.float64, device=samples.device)
     nearest = torch.zeros(len(queries), k, dtype=torch.int64, device=samples.device)
     for start, rows in row_blocks(samples, DISTANCES_AT_ONCE // QUERIES_AT_ONCE):
-        block = rows.double() - center  # a common offset would cost digits
+        block = rows.double() - center  # centred, because a common offset would cost precision
         squares = block.square().sum(-1)
         for first in range(0, len(queries), QUERIES_AT_ONCE):
             chunk = slice(first, first + QUERIES_AT_ONCE)
@@ -129,9 +141,9 @@ def nearest_neighbours(queries: Tensor, samples: Tensor, k: int, group: Tensor |
 
 
 def vote(neighbours: Tensor, ks: Sequence[int]) -> Tensor:
-    """The most frequent class (len(ks), Q) among the first k of neighbours (Q, K), classes numbered from 0.
+    """The most frequent class (len(ks), Q) among the first k neighbours (Q, K), given as class indices.
 
-    The smallest number wins a tie. Costs K² for a query, whatever the number of classes.
+    The smallest index wins a tie. The cost is K² per query, independent of the number of classes.
     """
     classes = int(neighbours.max()) + 1
     wanted = torch.tensor(ks, device=neighbours.device) - 1

@@ -1,6 +1,6 @@
-"""What linear SVM and logistic regression share: fitting, predicting, and the search for C.
+"""Fitting, prediction and the search for C, shared by the linear SVM and logistic regression.
 
-Shapes: B samples, N features, F folds, K columns of weights: one a class, or a single one for two classes.
+Shapes: B samples, N features, F folds, K columns of weights: one per class, or a single one for two classes.
 """
 
 import warnings
@@ -25,14 +25,14 @@ from grassy.transfer.solvers.folds import (
 from grassy.transfer.solvers.newton import Loss, Solver
 from grassy.transfer.solvers.search import Search, best, check_search, fold_accuracies
 
-SCORES_AT_ONCE = 2**28  # of the (B, P, M) tensors of the solver, which holds about eight of them
+SCORES_AT_ONCE = 2**28  # elements of a (B, P, M) tensor of the solver, which holds about eight of them
 
 
 class LinearClassifier(ABC):
     """A linear classifier fitted by Newton's method.
 
-    After `fit`: `classes_` (C,), `coef_` (K, N) and `intercept_` (K,) for features as they come; for each problem that
-    was solved its `objective_` and `gap_`, how far that may lie above its minimum, as a fraction of it; `n_iter_`.
+    `fit` sets `classes_` (C,), `coef_` (K, N) and `intercept_` (K,), for features as given. For each problem it sets
+    `objective_`, `gap_` (a bound on the relative distance from the minimum) and `n_iter_`.
     """
 
     penalised: bool  # whether the intercept is regularised
@@ -54,9 +54,9 @@ class LinearClassifier(ABC):
 
     @abstractmethod
     def _losses(self, index: Tensor, classes: int, held_out: Tensor, folds: int) -> Iterator[Loss]:
-        """The losses of all folds, in groups small enough to solve at once; together F·K columns of weights.
+        """The losses of all folds, in groups small enough to solve at once, with F·K columns of weights in total.
 
-        A sample does not count in the fold that holds it out.
+        A fold's loss ignores the samples that the fold holds out.
         """
 
     def fit(self, features: Array, labels: Array) -> Self:
@@ -66,15 +66,15 @@ class LinearClassifier(ABC):
         return self
 
     def decision_function(self, features: Array) -> Array:
-        """Scores (B, C), or (B,) in favour of the second of two classes; numpy if the features are."""
+        """Scores (B, C), or (B,) for the second of two classes; a NumPy array if the features are one."""
         return _like(features, self._scores(as_features(features, self._width())))
 
     def predict(self, features: Array) -> Array:
-        """The label (B,) of the highest score; numpy if the features are."""
+        """The label (B,) with the highest score; a NumPy array if the features are one."""
         return _like(features, self._predict(as_features(features, self._width())))
 
     def score(self, features: Array, labels: Array) -> float:
-        """The share of features (B, N) whose label (B,) is predicted."""
+        """The accuracy on features (B, N) with labels (B,)."""
         tensor = as_features(features, self._width())
         return float((self._predict(tensor) == as_labels(labels, len(tensor)).to(tensor.device)).double().mean())
 
@@ -101,7 +101,7 @@ class LinearClassifier(ABC):
         return Solver(Design(features, scale), self.penalised, self.tol, self.max_iter)
 
     def _adopt(self, solver: Solver, index: Tensor, start: Tensor | None, solve: bool = True) -> None:
-        """Solve with all samples counted, from start (N + 1, K), or take start as the solution, and keep the result."""
+        """Solve for all samples from start (N + 1, K) and store the result. With solve=False, store start itself."""
         losses = self._losses(index, len(self.classes_), torch.full_like(index, -1), 1)
         found = solve_path(solver, losses, [self.C], start, solve)[0]
         self.coef_ = (found.weight[:-1] / solver.design.scale).mT.contiguous()
@@ -121,9 +121,9 @@ class Found(NamedTuple):
 def solve_path(
     solver: Solver, losses: Iterator[Loss], Cs: Sequence[float], start: Tensor | None = None, solve: bool = True
 ) -> list[Found]:
-    """Solve for one C after the other, each from the solution before: a few Newton steps instead of many.
+    """Solve for one C after the other, each from the previous solution, which saves most Newton steps.
 
-    start (N + 1, F·K) serves the first C. With solve=False only its objectives and gaps are found.
+    start (N + 1, F·K): where to start for the first C. With solve=False, only evaluate its objectives and gaps.
     """
     features = solver.design.features
     groups: list[list[Found]] = [[] for _ in Cs]
@@ -169,7 +169,7 @@ def search_linear(
     seed: int,
     metric: str,
 ) -> Search[Classifier]:
-    """Solve every fold for every C, all folds and classes together, and refit with the best C to all samples."""
+    """Solve every fold for every C, with all folds and classes in one batch, and refit all samples with the best C."""
     values = check_search(Cs, "Cs", metric)
     tensor, classes, index = as_training_set(features, labels)
     held_out = stratified_folds(index, folds, seed)
@@ -190,7 +190,7 @@ def search_linear(
 
 
 def _correct_when_held_out(design: Design, weight: Tensor, index: Tensor, held_out: Tensor) -> Tensor:
-    """Which samples (B,) the weights (N + 1, F, K) of the fold that held them out recognise."""
+    """Which samples (B,) are classified correctly by the weights (N + 1, F, K) of the fold that held them out."""
     correct = torch.empty_like(index, dtype=torch.bool)
     for start, rows in row_blocks(design.features):
         block = slice(start, start + len(rows))
@@ -201,7 +201,7 @@ def _correct_when_held_out(design: Design, weight: Tensor, index: Tensor, held_o
 
 
 def _decide(scores: Tensor) -> Tensor:
-    """The index of the class (B,) that scores (B, C), or (B,) for two classes, speak for."""
+    """The class index (B,) with the highest of the scores (B, C), or by the sign of scores (B,) for two classes."""
     return scores.argmax(-1) if scores.ndim == 2 else (scores > 0).long()
 
 

@@ -1,8 +1,8 @@
-"""Many regularised linear problems at once: truncated Newton with conjugate gradients.
+"""Many regularised linear problems in one batch: truncated Newton with conjugate gradients.
 
-Each problem is min over weights W (N + 1, M) of ½‖W‖² + C Σ_i loss_i(A_i W), where A is the matrix of a Design and the
-problems differ in which samples they count and in what they want of them. All products with A are two large matrix
-products for all problems together; a problem that has converged leaves the batch.
+Each problem is min over weights W (N + 1, M) of ½‖W‖² + C Σ_i loss_i(A_i W), where A is the matrix of a Design. The
+problems differ in their samples and targets. Products with A are two large matmuls for all problems together. A problem
+that has converged leaves the batch.
 
 Shapes: B samples, N features, P problems, M columns of weights in a problem.
 """
@@ -22,7 +22,7 @@ SETTLING = 20  # steps for the intercept alone
 
 
 class Point(Protocol):
-    """A loss at given scores: the derivative by the scores (B, P, M), and the second derivative along a direction."""
+    """A loss at given scores: its derivative (B, P, M), and its second derivative along a direction."""
 
     slope: Tensor
     level: Tensor  # (P, M), the mean over the B samples of the diagonal second derivatives
@@ -52,15 +52,15 @@ class Solution(NamedTuple):
 
 
 class Solver:
-    """The Newton solver of one design, which keeps what does not depend on the loss.
+    """The Newton solver of one design. It caches what does not depend on the loss.
 
-    penalised: whether the intercept counts in ‖W‖². If so, the objective is 1-strongly convex, and its distance from
-    the minimum is at most ‖gradient‖²/2: a certificate, and for the squared hinge equal to the duality gap. If not, the
-    intercept is first brought to its minimum for the weights at hand. What remains as a function of the weights is
-    1-strongly convex again, with the same gradient, and the bound holds as it is.
+    penalised: whether ‖W‖² includes the intercept. If so, the objective is 1-strongly convex, so its distance from the
+    minimum is at most ‖gradient‖²/2. This bound is the certificate; for the squared hinge it equals the duality gap.
+    If not, the solver first minimises over the intercept. The remaining function of the weights is 1-strongly convex
+    with the same gradient, so the bound holds unchanged.
 
-    The iterations run in float32. The certificate is in float64, on the features as they came, and a problem that
-    misses `tol` there goes on in float64.
+    The iterations run in float32. The certificate is computed in float64 on the original features. A problem that
+    misses `tol` there continues in float64.
     """
 
     def __init__(self, design: Design, penalised: bool, tol: float, max_iter: int) -> None:
@@ -80,9 +80,9 @@ class Solver:
         return Spectrum.of(self.span.inner) if self.span else self.spectrum
 
     def minimise(self, loss: Loss, C: float, start: Tensor) -> Solution:
-        """The weights that bring every problem within tol · value of its minimum, from start (N + 1, P, M)."""
+        """Weights that bring every problem within tol · value of its minimum, from start (N + 1, P, M)."""
         design, rough = (self.span.inner, self.span.down(start)) if self.span else (self.design, start)
-        # Half of the tolerance, so that rounding does not send a problem on to float64, which does not get stuck.
+        # Half the tolerance, so that rounding alone does not make a problem continue in float64.
         near = self._newton(design, loss, C, rough.float(), max(self.tol / 2, 1e-7), self.max_iter)
         weight = self.span.up(near.weight) if self.span else near.weight.double()
         weight = torch.where(weight.isfinite(), weight, start.double())
@@ -123,7 +123,7 @@ class Solver:
             direction, moved = _conjugate_gradients(design, spectrum, point, C, ridge, gradient)
             length = _backtrack(loss, C, ridge, value, weight, gradient, scores, direction, moved)
             going = length > 0
-            if not bool(going.all()):  # rounding hides any progress
+            if not bool(going.all()):  # progress is below rounding
                 if not bool(going.any()):
                     break
                 alive, length, loss = alive[going], length[going], loss.select(going)
@@ -138,7 +138,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _settle(loss: Loss, C: float, scores: Tensor) -> Tensor:
-    """What added to the scores (B, P, M) of all samples minimises the loss, (P, M), by Newton's method."""
+    """The shift (P, M) of all scores (B, P, M) that minimises the loss, by Newton's method."""
     shift = torch.zeros_like(scores[0])
     value = loss.value(scores)
     for _ in range(SETTLING):
@@ -185,7 +185,7 @@ def _solve_intercept(point: Point, residual: Tensor, curvature: Tensor, scores: 
 
 def _gap(gradient: Tensor, intercept_curvature: Tensor, penalised: bool) -> Tensor:
     squares = gradient.double().square()
-    # Of an intercept at its minimum nothing remains but rounding; in float32, where it is not, an estimate is enough.
+    # At its minimum the intercept's gradient is rounding. In float32 it is not there yet, and an estimate is enough.
     last = squares[-1] if penalised else squares[-1] / intercept_curvature.double().clamp(min=1e-30)
     return (squares[:-1].sum((0, 2)) + last.sum(-1)) / 2
 
@@ -193,9 +193,9 @@ def _gap(gradient: Tensor, intercept_curvature: Tensor, penalised: bool) -> Tens
 def _conjugate_gradients(
     design: Design, spectrum: Spectrum, point: Point, C: float, ridge: Tensor, gradient: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The Newton direction (N + 1, P, M), Hessian · direction ≈ −gradient, and A @ direction (B, P, M).
+    """The Newton direction (N + 1, P, M), with Hessian · direction ≈ −gradient, and A @ direction (B, P, M).
 
-    The preconditioner is the Hessian if all samples had the same, mean, curvature.
+    The preconditioner is the Hessian for samples of equal (mean) curvature.
     """
     level = C * point.level
     direction = torch.zeros_like(gradient)
@@ -213,7 +213,7 @@ def _conjugate_gradients(
         residual.addcmul_(length, product, value=-1)
         z = spectrum.solve(level, residual)
         before, size = size, _dot(residual, z)
-        # One product serves all problems, so those that are done go on for a while for the sake of the last tenth.
+        # One matmul serves all problems, so finished ones stay in the batch until nine tenths are finished.
         if float((size > enough).double().mean()) <= 0.1:
             break
         search = z + (size / before.clamp(min=1e-300)).to(z.dtype)[:, None] * search
@@ -231,10 +231,10 @@ def _backtrack(
     direction: Tensor,
     moved: Tensor,
 ) -> Tensor:
-    """The first of 1, ½, ¼, ... (P,) at which each objective falls enough, 0 where none does.
+    """The first step length (P,) of 1, ½, ¼, ... at which each objective decreases enough; 0 if none does.
 
-    Close to the minimum the fall drowns in the rounding of the value, which the slope along the direction does not:
-    there a slope that has not turned far up is enough (Hager and Zhang 2005, Eq. 4.1).
+    Close to the minimum the decrease is smaller than the rounding of the value, but the slope is still accurate. There
+    a slope that has not turned far upwards is enough (Hager and Zhang 2005, Eq. 4.1).
     """
     slope = _dot(gradient, direction)
     linear, quadratic = _dot(ridge * weight, direction), _dot(ridge * direction, direction) / 2

@@ -1,6 +1,6 @@
-"""Multinomial logistic regression, as scikit-learn's LogisticRegression has it.
+"""Multinomial logistic regression, as in scikit-learn's LogisticRegression.
 
-Shapes: B samples, P problems: one a fold, M columns: one a class, or a single one for two classes.
+Shapes: B samples, P problems (one per fold), M columns (one per class, or a single one for two classes).
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,13 +17,17 @@ from grassy.transfer.solvers.search import Search
 
 
 class LogisticProbe(LinearClassifier):
-    """min ½‖W‖² + C Σ_i −log softmax(W x_i + b)[y_i], the intercept b not regularised.
+    """Logistic regression: min ½‖W‖² + C Σ_i −log softmax(W x_i + b)[y_i], without regularisation of b.
 
-    Two classes have one vector of weights and the logistic loss. A fit ends when the distance of the objective from its
-    minimum is at most `tol` times the objective. Where b is at its minimum for W, to which it is brought, the distance
-    is at most ‖gradient‖²/2, which is computed in float64. Missing it in `max_iter` Newton steps warns.
+    Two classes share one weight vector and the logistic loss. A fit ends when the objective is within `tol` (relative)
+    of its minimum. With b at its minimum for W, the distance is at most ‖gradient‖²/2, computed in float64. A fit that
+    misses `tol` in `max_iter` Newton steps warns.
 
-    Features are as for `LinearSVM`.
+    Args:
+        C: Weight of the loss against the regulariser.
+        tol: Largest relative distance of the objective from its minimum.
+        max_iter: Largest number of Newton steps.
+        normalize: Divide the features by their mean norm; `coef_` applies to the original features.
     """
 
     penalised = False
@@ -41,9 +45,9 @@ class LogisticProbe(LinearClassifier):
 
 @dataclass(frozen=True)
 class Softmax:
-    """Σ_i −log softmax(z_i)[y_i], with y as one-hot targets (B, C) and counted (B, P) 0 for samples left out.
+    """Σ_i −log softmax(z_i)[y_i], with y as one-hot targets (B, C). counted (B, P) is 0 for samples left out.
 
-    For two classes the scores (B, P, 1) are those of the second class, the first having 0.
+    For two classes the scores (B, P, 1) belong to the second class; the first has score 0.
     """
 
     targets: Tensor
@@ -92,9 +96,20 @@ def search_probe(
     normalize: bool = True,
     tol: float = 1e-6,
 ) -> Search[LogisticProbe]:
-    """The C of the highest accuracy in stratified cross-validation, and the probe with it, fitted to all samples.
+    """Choose the C with the highest accuracy in stratified cross-validation, and fit a probe to all samples.
 
-    Arguments are those of `search_svm`.
+    Args:
+        features: Training features (B, N), tensor or NumPy array.
+        labels: Integer labels (B,), with at least `folds` samples per class.
+        Cs: Values of C to try.
+        folds: Number of folds, equal to those of StratifiedKFold(shuffle=True, random_state=seed).
+        seed: Seed of the folds.
+        metric: "top1" or "mean_per_class".
+        normalize: Divide the features by their mean norm over all samples.
+        tol: As for `LogisticProbe`.
+
+    Returns:
+        The values tried, their accuracies on each fold, the chosen C and the fitted `LogisticProbe`.
     """
 
     def make(C: float) -> LogisticProbe:

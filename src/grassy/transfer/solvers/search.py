@@ -1,4 +1,4 @@
-"""The outcome of a search by cross-validation, and how its accuracies are counted."""
+"""The result of a search by cross-validation, and the accuracies of folds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ METRICS = ("top1", "mean_per_class")
 
 @dataclass(frozen=True)
 class Search(Generic[Model]):
-    """What was tried, how it did on the samples held out of each fold, and the winner fitted to all samples."""
+    """The values tried, their accuracies on the held-out samples of each fold, and the best model, fitted to all."""
 
     values: tuple[float, ...]
     accuracies: Tensor  # (len(values), folds), float64, on the CPU
@@ -23,9 +23,9 @@ class Search(Generic[Model]):
 
 
 def fold_accuracies(correct: Tensor, index: Tensor, held_out: Tensor, metric: str) -> Tensor:
-    """Accuracy (folds,) on the samples of each fold; correct (B,) says which were recognised when held out.
+    """Accuracy (folds,) on the samples of each fold. correct (B,): whether each sample was classified correctly.
 
-    "top1" is the share of samples, "mean_per_class" the mean over classes of the share within a class.
+    "top1" is the share of correct samples, "mean_per_class" the mean of that share over classes.
     """
     folds, classes = int(held_out.max()) + 1, int(index.max()) + 1
     cell = held_out * classes + index if metric == "mean_per_class" else held_out
@@ -36,7 +36,7 @@ def fold_accuracies(correct: Tensor, index: Tensor, held_out: Tensor, metric: st
 
 
 def check_search(values: Sequence[float], name: str, metric: str) -> tuple[float, ...]:
-    """The values to try, at least one, all positive."""
+    """The values to try; a ValueError unless there is at least one and all are positive."""
     tried = tuple(values)
     if not tried or not all(value > 0 for value in tried):
         raise ValueError(f"{name} must be one or more positive numbers, got {tried}")
@@ -46,5 +46,5 @@ def check_search(values: Sequence[float], name: str, metric: str) -> tuple[float
 
 
 def best(accuracies: Tensor) -> int:
-    """The row of the highest mean over folds; of equal ones the first, as scikit-learn's GridSearchCV has it."""
+    """The row with the highest mean over folds; on a tie the first, as in scikit-learn's GridSearchCV."""
     return int(torch.argmax((accuracies.mean(-1) >= accuracies.mean(-1).max() - 1e-12).int()))

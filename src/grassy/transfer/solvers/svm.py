@@ -1,4 +1,4 @@
-"""Linear support vector machines, one against the rest, as scikit-learn's LinearSVC has them.
+"""Linear support vector machines, one-vs-rest, as in scikit-learn's LinearSVC.
 
 Shapes: B samples, N features, P problems: one for each fold and class.
 """
@@ -20,16 +20,22 @@ BACKENDS = ("torch", "sklearn")
 
 
 class LinearSVM(LinearClassifier):
-    """min ½‖w‖² + C Σ_i max(0, 1 − y_i w·x_i)² for each class against the rest, or once for two classes.
+    """Linear SVM: min ½‖w‖² + C Σ_i max(0, 1 − y_i w·x_i)² for each class against the rest, or once for two classes.
 
-    x ends with a constant 1, so the intercept is the last entry of w and regularised with it. The objective is
-    1-strongly convex: its distance from the minimum is at most ‖gradient‖²/2 (which is also the duality gap), and a fit
-    ends when that, in float64, is at most `tol` times the objective. Missing it in `max_iter` Newton steps warns.
+    x ends with a constant 1, so the intercept is the last entry of w and is regularised. The objective is 1-strongly
+    convex: its distance from the minimum is at most ‖gradient‖²/2, which is also the duality gap. A fit ends when this
+    bound, in float64, is at most `tol` times the objective. A fit that misses it in `max_iter` Newton steps warns.
 
-    Features are tensors or numpy arrays of any floating dtype, on a CPU or a CUDA device. They are neither copied nor
-    changed; products are in float32. `normalize` divides them by their mean norm; `coef_` is for features undivided.
+    Features are tensors or NumPy arrays of any floating dtype, on CPU or CUDA. They are neither copied nor changed, and
+    matmuls run in float32.
 
-    With backend "sklearn" LinearSVC itself runs, with its own meaning of `tol` and up to 10,000 iterations.
+    Args:
+        C: Weight of the loss against the regulariser.
+        tol: Largest relative distance of the objective from its minimum.
+        max_iter: Largest number of Newton steps.
+        normalize: Divide the features by their mean norm; `coef_` applies to the original features.
+        backend: "torch", or "sklearn" to run LinearSVC itself, with its own meaning of `tol` and up to 10,000
+            iterations.
     """
 
     penalised = True
@@ -73,7 +79,7 @@ class LinearSVM(LinearClassifier):
 
 @dataclass(frozen=True)
 class SquaredHinge:
-    """Σ_i max(0, 1 − y_i z_i)², with y (B, P) in 1, −1, and 0 for a sample that does not count."""
+    """Σ_i max(0, 1 − y_i z_i)², with y (B, P) equal to 1 or −1, or 0 for a sample left out."""
 
     signs: Tensor
 
@@ -82,7 +88,7 @@ class SquaredHinge:
         return self.signs.shape[1], 1
 
     def _excess(self, scores: Tensor) -> Tensor:
-        """The signed excess y max(0, 1 − y z), (B, P), of which loss, slope and curvature follow."""
+        """The signed excess y max(0, 1 − y z), (B, P), from which loss, slope and curvature follow."""
         return (1 - self.signs * scores[..., 0]).clamp_(min=0).mul_(self.signs)
 
     def value(self, scores: Tensor) -> Tensor:
@@ -117,11 +123,21 @@ def search_svm(
     tol: float = 1e-6,
     backend: str = "torch",
 ) -> Search[LinearSVM]:
-    """The C of the highest accuracy in stratified cross-validation, and the LinearSVM with it, fitted to all samples.
+    """Choose the C with the highest accuracy in stratified cross-validation, and fit a LinearSVM to all samples.
 
-    features (B, N) and integer labels (B,), at least `folds` samples of each class. `normalize` divides the features by
-    their mean norm, taken once, over all of them. Folds are those of StratifiedKFold(shuffle=True, random_state=seed).
-    `metric` is "top1" or "mean_per_class". Backend "sklearn" is GridSearchCV with LinearSVC on all cores.
+    Args:
+        features: Training features (B, N), tensor or NumPy array.
+        labels: Integer labels (B,), with at least `folds` samples per class.
+        Cs: Values of C to try.
+        folds: Number of folds, equal to those of StratifiedKFold(shuffle=True, random_state=seed).
+        seed: Seed of the folds.
+        metric: "top1" or "mean_per_class".
+        normalize: Divide the features by their mean norm over all samples.
+        tol: As for `LinearSVM`.
+        backend: "torch", or "sklearn" to run GridSearchCV with LinearSVC on all cores.
+
+    Returns:
+        The values tried, their accuracies on each fold, the chosen C and the fitted `LinearSVM`.
     """
 
     def make(C: float) -> LinearSVM:
