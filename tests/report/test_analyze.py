@@ -180,7 +180,7 @@ def test_a_zero_class_vector_or_a_single_class_is_no_obstacle(name):
 
 
 def test_more_classes_than_all_pairs_can_be_held_of_are_refused():
-    with pytest.raises(ValueError, match=r"8000 classes are too many .* 7071 is the most for k = 8"):
+    with pytest.raises(ValueError, match=r"8000 classes are too many .* at most 7071 are allowed for k = 8"):
         describe(grassy.GrassmannHead(8, 8000, k=8), None)
 
 

@@ -161,7 +161,7 @@ def test_a_setting_that_a_run_does_not_record_does_not_differ(random_run, window
 def test_the_sections_come_in_the_order_of_the_questions(page):
     titles = page.run("return [...document.querySelectorAll('main h2')].map((title) => title.textContent)")
     assert titles == [
-        "How good",
+        "Overview",
         "Classes",
         "Confusions",
         "Images that stand out",

@@ -1,6 +1,6 @@
-"""What a run looks like: its numbers as analysis.json, pictures of them, and one page to explore them with.
+"""Reports on runs: measures as analysis.json, figures, and one HTML page to explore runs with.
 
-- `analyze`: the measures of `grassy.analysis` for the folder of a run, written beside its weights
-- `pictures` and `toy`: figures of matplotlib, as the paper has them
-- `page`: one HTML file of several runs, which opens from disk with nothing fetched
+- `analyze`: the measures of `grassy.analysis` for a run, written beside its weights
+- `pictures` and `toy`: matplotlib figures like those of the paper
+- `page`: one HTML file about one or several runs, which opens from disk without a network
 """

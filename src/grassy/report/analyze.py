@@ -1,4 +1,4 @@
-"""`grassy analyze`: every measure of a trained model and its classes, as RUN/analysis.json."""
+"""`grassy analyze`: measure a trained model and its classes, and write RUN/analysis.json."""
 
 import json
 import math
@@ -31,7 +31,7 @@ VERSION = 1
 
 
 def _part(**fields: schema.Check) -> schema.Check:
-    """A mapping that has these fields at least."""
+    """Check that a value is a mapping with at least these fields."""
 
     def check(name: str, value: Any) -> Any:
         if not isinstance(value, dict):
@@ -44,7 +44,7 @@ def _part(**fields: schema.Check) -> schema.Check:
 
 
 _COUNT = schema.integer(0, 2**63)
-#: The fields of an analysis that are read again.
+#: The fields of an analysis that other code reads.
 FIELDS: dict[str, schema.Check] = {
     "model": schema.text(200),
     "representation": schema.one_of("subspaces", "vectors"),
@@ -82,11 +82,22 @@ def analyze(
     workers: int | None = None,
     cache: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure the best weights of a run and write analysis.json into its folder; the same is returned.
+    """Measure the best weights of a run, write analysis.json into its folder and return its contents.
 
-    run: the folder of a run, or a file of its weights. split: default the recipe's val_split. cache: folder for
-    features, default RUN/features. data_dir: default the folder that the run was trained on. Where neither is there,
-    and the data set needs one, the weights alone are measured: angles and orthonormality.
+    If the images are not found, only the weights are measured: angles and orthonormality.
+
+    Args:
+        run: The folder of a run, or a file of its weights.
+        data_dir: Folder of the images (default: the folder that the run was trained on).
+        split: Split to measure on (default: the recipe's val_split).
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        dataset: Dataset, as in a recipe (default: the recipe's).
+        batch_size: Images per batch.
+        workers: Processes that load images (default: the recipe's).
+        cache: Folder for features (default: RUN/features).
+
+    Returns:
+        The contents of analysis.json.
     """
     file = weights_file(Path(run))
     about = read_description(file)
@@ -141,10 +152,10 @@ def analyze(
 
 
 def name_examples(measured: dict[str, Any], images: Images, unreadable: Sequence[str], labels: Tensor) -> None:
-    """Give the examples of an analysis the indices and names that their images have in the data set.
+    """Give the examples of an analysis the indices and names that their images have in the dataset.
 
-    labels (B,): of the images that could be read. If they are not those of the data set in its order, the examples
-    cannot be told and are None.
+    labels (B,): labels of the readable images. If they differ from the dataset's labels, in order, the examples cannot
+    be matched and become None.
     """
     examples = measured["examples"]
     missing = set(unreadable)
@@ -158,7 +169,7 @@ def name_examples(measured: dict[str, Any], images: Images, unreadable: Sequence
 
 
 def _training_images(file: Path, about: Description, data_dir: Path | None, recipe: Recipe) -> list[int] | None:
-    """The number of training images of each class, if there is a training set and its labels are known."""
+    """The number of training images per class; None if there is no training set or its labels are unknown."""
     try:
         images, _ = open_split(about, data_dir, recipe.train_split, recipe.dataset, file)
     except ValueError:
@@ -171,7 +182,7 @@ def _training_images(file: Path, about: Description, data_dir: Path | None, reci
 
 
 def where_images_are(file: Path, about: Description, data_dir: Path | None, dataset: str | None = None) -> Path | None:
-    """The folder that is given, or the one that the run of these weights was trained on, if it is still there."""
+    """The given folder, or else the folder that the run was trained on, if it still exists."""
     recipe = run_recipe(about)
     found = data_dir_of(file, recipe, data_dir, dataset)
     if data_dir is None and (recipe.dataset.startswith(STREAMS) or found is None or not found.exists()):
@@ -180,7 +191,7 @@ def where_images_are(file: Path, about: Description, data_dir: Path | None, data
 
 
 def gone_folder(run: Path) -> Path | None:
-    """The folder that a run was trained on, if it is no longer there."""
+    """The folder that a run was trained on, if it no longer exists."""
     file = weights_file(run)
     recipe = run_recipe(read_description(file))
     found = data_dir_of(file, recipe, None)
@@ -194,22 +205,22 @@ def open_split(
     dataset: str | None = None,
     file: Path | None = None,
 ) -> tuple[Images | None, Recipe]:
-    """The labelled images to measure a model on, or None if nobody said where they are; and how to read them.
+    """The labelled images to measure a model on, or None if their folder is unknown, and the recipe to read them with.
 
-    file: the weights, beside which a run that split its data has recorded how.
+    file: the weights. A run that split its data recorded the split beside them.
     """
     recipe = run_recipe(about, split, dataset)
     if recipe.dataset.startswith(STREAMS):
         if data_dir is None and split is None:
             return None, recipe
-        raise ValueError(f"{recipe.dataset} is read as a stream, which cannot be analyzed: give another --dataset")
+        raise ValueError(f"{recipe.dataset} is a stream, which cannot be analyzed: give another --dataset")
     if data_dir is None and split is None and dataset is None and recipe.dataset != "digits":
         return None, recipe
     return run_images(file or Path("the file"), about, recipe, data_dir).images, recipe
 
 
 def read_analysis(path: Path) -> dict[str, Any]:
-    """An analysis.json, or the one in a run's folder or beside its weights; a ValueError if it is not one."""
+    """Read an analysis.json, given its path, its run's folder or the weights beside it; a ValueError if invalid."""
     if path.suffix != ".json":
         path = (path.parent if path.is_file() else path) / ANALYSIS
     if not path.is_file():
@@ -228,7 +239,7 @@ def read_analysis(path: Path) -> dict[str, Any]:
 
 
 def check_analysis(result: dict[str, Any]) -> dict[str, Any]:
-    """An analysis as `analyze` writes it; a ValueError names what is missing, of another type or out of bounds."""
+    """Check an analysis; a ValueError names a field that is missing, of another type or out of bounds."""
     for name, check in FIELDS.items():
         if name not in result:
             raise ValueError(f"it has no {name}")
@@ -250,7 +261,7 @@ def check_analysis(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(result: dict[str, Any]) -> str:
-    """The scalars of an analysis, a line each."""
+    """The scalars of an analysis, one per line."""
     lines = [
         (title, f"{result['scalars'][key]:.{decimals}f}")
         for key, (title, decimals, _) in SCALARS.items()

@@ -1,6 +1,6 @@
-"""What a head says about its classes, and features about the head: the body of analysis.json, from tensors alone.
+"""Measures of a head and of features: the body of analysis.json, computed from tensors alone.
 
-Legend: B samples, C classes, K dimension of a subspace, N width of a feature.
+Shapes: B samples, C classes, K subspace dimension, N feature dimension.
 """
 
 import math
@@ -33,21 +33,21 @@ CONFUSIONS = 40
 ROWS_AT_ONCE = 4096
 MOST_ANGLES = 400_000_000  # in float32 they take 1.6 GB
 
-#: The scalars of an analysis: their titles, how many decimals are worth showing, and what they mean.
+#: The scalars of an analysis: title, number of decimals to show, and meaning.
 SCALARS: dict[str, tuple[str, int, str]] = {
-    "top1": ("Top-1 accuracy (%)", 2, "images whose largest logit is that of their class"),
-    "top5": ("Top-5 accuracy (%)", 2, "images whose class is among the five largest logits"),
-    "variability": ("Variability (°)", 2, "mean angle between two features of a class, features centred"),
+    "top1": ("Top-1 accuracy (%)", 2, "images whose label has the largest logit"),
+    "top5": ("Top-5 accuracy (%)", 2, "images whose label is among the five largest logits"),
+    "variability": ("Variability (°)", 2, "mean angle between two centred features of the same class"),
     "class_separation": ("Class separation R²", 4, "share of the spread of features that lies between classes"),
-    "energy_inside": ("Energy inside", 4, "share of a feature's energy in the subspace (on the vector) of its class"),
-    "mean_effective_rank": ("Effective rank", 2, "directions of its subspace that a class uses, mean over classes"),
-    "smallest_angle": ("Smallest angle (°)", 2, "the least angle between any two classes"),
-    "mean_smallest_angle": ("Mean smallest angle (°)", 2, "the least angle of a pair of classes, mean over pairs"),
-    "nc1": ("NC1", 4, "spread within classes over spread between their means, tr(Σ_W Σ_B⁺)/C; 0 is collapse"),
-    "nc2_norms": ("NC2, norms", 4, "relative deviation of the lengths of the class means; 0 is collapse"),
+    "energy_inside": ("Energy inside", 4, "share of a feature's squared norm inside its class's subspace (or vector)"),
+    "mean_effective_rank": ("Effective rank", 2, "subspace directions that a class uses, mean over classes"),
+    "smallest_angle": ("Smallest angle (°)", 2, "smallest angle between any two classes"),
+    "mean_smallest_angle": ("Mean smallest angle (°)", 2, "smallest angle of a pair of classes, mean over pairs"),
+    "nc1": ("NC1", 4, "spread within classes over spread of the class means, tr(Σ_W Σ_B⁺)/C; 0 is collapse"),
+    "nc2_norms": ("NC2, norms", 4, "relative deviation of the norms of the class means; 0 is collapse"),
     "nc2_angles": ("NC2, angles", 4, "deviation of the cosines between class means; 0 is collapse"),
-    "nc2_simplex": ("NC2, simplex", 4, "mean distance of those cosines from −1/(C − 1); 0 is collapse"),
-    "nc3": ("NC3, duality", 4, "distance of class vectors from class means, both scaled; 0 is collapse"),
+    "nc2_simplex": ("NC2, simplex", 4, "mean distance of these cosines from −1/(C − 1); 0 is collapse"),
+    "nc3": ("NC3, duality", 4, "distance between normalised class vectors and class means; 0 is collapse"),
     "orthonormality_error": ("Orthonormality error", 9, "largest entry of |WWᵀ − I| over all subspaces"),
 }  # fmt: skip
 
@@ -56,10 +56,10 @@ SCALARS: dict[str, tuple[str, int, str]] = {
 def describe(
     head: nn.Module, class_names: Sequence[str] | None, features: Tensor | None = None, labels: Tensor | None = None
 ) -> dict[str, Any]:
-    """All measures of a head (C classes) and, if there are any, of features (B, N) with labels (B,), integers.
+    """All measures of a head with C classes and, if given, of features (B, N) with integer labels (B,).
 
-    What needs features is None, or empty, without them. Angles are in degrees, accuracies in percent, and everything is
-    made of plain values, for JSON.
+    Without features, the measures that need them are None or empty. Angles are in degrees, accuracies in percent. All
+    values are plain Python values, for JSON.
     """
     weight = class_weight(head)
     subspaces = weight.ndim == 3
@@ -67,7 +67,7 @@ def describe(
     if len(weight) ** 2 * k > MOST_ANGLES:
         most = math.isqrt(MOST_ANGLES // k)
         raise ValueError(
-            f"{len(weight)} classes are too many for the angles of all pairs: {most} is the most for k = {k}"
+            f"{len(weight)} classes are too many for the angles of all pairs: at most {most} are allowed for k = {k}"
         )
     angles = torch.rad2deg(pairwise_principal_angles(weight) if subspaces else class_vector_angles(weight)[..., None])
     angles = angles.float().cpu()
@@ -110,9 +110,10 @@ def describe(
 
 
 def class_weight(head: nn.Module) -> Tensor:
-    """Bases (C, K, N) of the subspaces of a Grassmann head, or the class vectors (C, N) of any other.
+    """The subspace bases (C, K, N) of a Grassmann head, or the class vectors (C, N) of any other head.
 
-    Of several linear layers it is their mean, which gives the logits; of several centres a class, their mean direction.
+    For several linear layers this is their mean, which gives the logits; for several centres per class, their mean
+    direction.
     """
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor):
@@ -130,7 +131,7 @@ def class_weight(head: nn.Module) -> Tensor:
 def _with_features(
     head: nn.Module, weight: Tensor, features: Tensor, labels: Tensor
 ) -> tuple[dict[str, float | None], dict[str, list[Any]], dict[str, Any]]:
-    """What needs labelled features: scalars, lists with one entry per class, and images worth a look."""
+    """Measures of labelled features: scalars, lists with one entry per class, and example images."""
     bases = weight if weight.ndim == 3 else weight[:, None]
     seen = _as_seen_by(head, features)
     spectra = class_spectra(seen, labels, bases.to(features.device)).cpu()
@@ -144,7 +145,7 @@ def _with_features(
         best = logits.topk(min(5, classes)).indices
         among_five += int((best == own[:, None]).any(1).sum())
         pairs = (own * classes + best[:, 0]).cpu()
-        confusion.view(-1).index_add_(0, pairs, torch.ones_like(pairs))  # of many classes a histogram would be slow
+        confusion.view(-1).index_add_(0, pairs, torch.ones_like(pairs))  # bincount would be slow for many classes
         sure = logits.softmax(-1).amax(-1)
         rows = features[start : start + len(logits)]
         judged.append((best[:, 0], sure, head.outlier_score(rows) if isinstance(head, Head) else 1 - sure))
@@ -177,7 +178,7 @@ def _with_features(
 
 
 def _as_seen_by(head: nn.Module, features: Tensor) -> Tensor:
-    """Features as the head compares them with its classes: standardised, if it does that."""
+    """Features as the head sees them: standardised, if the head does that."""
     if not isinstance(head, Head):
         return features
     with head.evaluating():
@@ -196,7 +197,7 @@ def _plain_logits(layer: nn.Module, rows: Tensor) -> Tensor:
 
 
 def _nearest(distance: Tensor) -> list[list[list[float]]]:
-    """For each class, the nearest others as pairs (class, mean angle in degrees), nearest first."""
+    """For each class, the nearest other classes as pairs (class, mean angle in degrees), nearest first."""
     apart = distance.clone().fill_diagonal_(math.inf)
     values, classes = apart.sort(dim=1, stable=True)
     kept = min(NEAREST, len(distance) - 1)
@@ -207,7 +208,7 @@ def _nearest(distance: Tensor) -> list[list[list[float]]]:
 
 
 def _confusions(confusion: Tensor) -> list[list[list[int]]]:
-    """For each class, what its images are mistaken for, as pairs (class, count), most frequent first."""
+    """For each class, the wrong predictions of its images as pairs (class, count), most frequent first."""
     wrong = confusion.clone().fill_diagonal_(0)
     counts, classes = wrong.sort(dim=1, descending=True, stable=True)
     return [

@@ -1,6 +1,7 @@
-"""The training curves of a run, whoever wrote them: grassy, Lightning's CSVLogger, TensorBoard, or a loop of one's own.
+"""Read the training curves of a run, written by grassy, Lightning's CSVLogger, TensorBoard or your own loop.
 
-Curves are columns of equal length. One of them, `epoch` or `step`, says where the values of a row belong.
+Curves are columns of equal length. The column `epoch` or `step` is the x-axis. `epoch` counts from 0 in files, as in
+timm; the page shows it from 1, as training prints it.
 """
 
 import csv
@@ -18,12 +19,12 @@ Columns = dict[str, list[float | None]]
 TABLES = (SUMMARY, "metrics.csv")
 EPOCH, STEP = "epoch", "step"
 STEPS = (STEP, "global_step", "iteration", "update")
-MOST_POINTS = 1000  # of a curve
-MOST_EVENTS = 2**28  # bytes
+MOST_POINTS = 1000  # per curve
+MOST_EVENTS = 2**28  # bytes of TensorBoard events
 
 
 def curves_of(folder: Path) -> Columns:
-    """The curves in the folder of a run: summary.csv, else metrics.csv, else TensorBoard's; empty if there are none."""
+    """The curves in the folder of a run: summary.csv, else metrics.csv, else TensorBoard's; empty without any."""
     for name in TABLES:
         if columns := read_curves(folder / name):
             return columns
@@ -34,7 +35,7 @@ def curves_of(folder: Path) -> Columns:
 
 
 def read_curves(path: Path) -> Columns:
-    """The columns of a CSV file that hold numbers; none if the file is not there."""
+    """The numeric columns of a CSV file; empty if the file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -49,7 +50,7 @@ def read_curves(path: Path) -> Columns:
 
 
 def _axis(columns: Columns, rows: int) -> tuple[str, list[float]]:
-    """The name and the values of what the curves are drawn over: epochs if no two rows share one, else steps."""
+    """The name and values of the x-axis: epochs if no two rows share one, else steps."""
     epochs = columns.pop(EPOCH, None)
     steps = next((found for name in STEPS if (found := columns.pop(name, None)) is not None), None)
     for name, values in ((EPOCH, epochs), (STEP, steps)):
@@ -61,7 +62,7 @@ def _axis(columns: Columns, rows: int) -> tuple[str, list[float]]:
 
 
 def read_events(folder: Path) -> Columns:
-    """TensorBoard's scalars in a folder; none if there are no events, or TensorBoard is not installed."""
+    """TensorBoard's scalars in a folder; empty without events or without TensorBoard."""
     files = sorted(folder.glob("events.out.tfevents.*")) if folder.is_dir() else []
     if not files or sum(file.stat().st_size for file in files) > MOST_EVENTS:
         return {}
@@ -78,13 +79,13 @@ def read_events(folder: Path) -> Columns:
             tag: [(float(event.step), _number(str(event.value))) for event in events.Scalars(tag)]
             for tag in events.Tags()[SCALARS]
         }
-    except Exception as error:  # at damaged files TensorBoard raises all sorts of things
+    except Exception as error:  # TensorBoard may raise anything for damaged files
         raise ValueError(f"the TensorBoard events in {folder} cannot be read: {error}") from None
     return _thinned(STEP, series)
 
 
 def _thinned(axis: str, series: Mapping[str, Iterable[tuple[float, float | None]]]) -> Columns:
-    """Columns of at most MOST_POINTS values each, evenly chosen; the last one always stays."""
+    """Thin each column evenly to at most MOST_POINTS values, always keeping the last one."""
     kept: dict[str, dict[float, float | None]] = {}
     everywhere: set[float] = set()
     for name, points in series.items():
@@ -92,7 +93,7 @@ def _thinned(axis: str, series: Mapping[str, Iterable[tuple[float, float | None]
         for x, y in points:
             everywhere.add(x)
             if y is not None:
-                known[x] = y  # of a step that was repeated, the last
+                known[x] = y  # a repeated step keeps its last value
         every = -(-len(known) // MOST_POINTS) or 1
         kept[name] = dict(list(known.items())[::-1][::every][::-1])
     if not kept:

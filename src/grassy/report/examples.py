@@ -1,6 +1,6 @@
-"""The images of a data set that are worth a look: mistakes, the most and least typical of each class, and outliers.
+"""Choose example images for the page: mistakes, the most and least typical images of each class, and outliers.
 
-Legend: B images, C classes, K dimension of a subspace, N width of a feature.
+Shapes: B images, C classes, K subspace dimension, N feature dimension.
 """
 
 import itertools
@@ -21,16 +21,16 @@ OUTLIERS = 48
 TYPICAL, FEW_TYPICAL, MANY_CLASSES = 6, 4, 250
 ROWS_AT_ONCE = 4096
 
-#: What is known of each image that was chosen: one list for each, all of the same length.
+#: The facts about each chosen image: one list per fact, all of the same length.
 COLUMNS = ("index", "label", "predicted", "confidence", "inside", "outlier")
 
 
 @torch.no_grad()
 def share_inside(features: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
-    """The share of each feature's squared length that lies in the subspace of its class, (B,) in [0, 1].
+    """The share (B,) of each feature's squared norm that lies in the subspace of its class, in [0, 1].
 
-    features (B, N); labels (B,); weight: subspaces (C, K, N), or class vectors (C, N), where it is the squared cosine
-    and 0 for a feature on the far side of its vector. A zero feature has 0.
+    features (B, N); labels (B,); weight: subspaces (C, K, N) or class vectors (C, N). For class vectors the share is
+    the squared cosine, or 0 for a negative cosine. It is 0 for a zero feature.
     """
     subspaces = weight.ndim == 3
     bases = orthonormal_bases(weight if subspaces else weight[:, None]).to(features.device)
@@ -39,7 +39,7 @@ def share_inside(features: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
         for rows in members.split(ROWS_AT_ONCE):
             unit = torch.nn.functional.normalize(features[rows].double(), dim=-1)
             coordinates = unit @ bases[label].double().mT
-            if not subspaces:  # an orthonormal basis of a line may point either way
+            if not subspaces:  # the basis vector of a 1-dimensional subspace has no sign
                 towards = (unit @ weight[label].double().to(unit.device)) > 0
                 coordinates = coordinates * towards[:, None]
             shares[rows] = coordinates.square().sum(-1)
@@ -54,12 +54,12 @@ def choose_examples(
     outlier: np.ndarray,
     classes: int,
 ) -> dict[str, Any]:
-    """A selection of B images, from arrays (B,), as plain lists for JSON.
+    """Choose among B images, described by arrays (B,), and return plain lists for JSON.
 
-    Its COLUMNS describe the images; `index` is the place among the B. The other entries hold positions in those lists:
-    `mistakes`, surest first; `typical` and `untypical`, a list for each class, most extreme first; `outliers`, furthest
-    first. A pair of classes has at most MISTAKES_OF_PAIR mistakes, and all have at most MOST_MISTAKES, with each class
-    keeping its surest.
+    The COLUMNS describe the chosen images; `index` is the index among the B images. The other entries hold positions
+    in these columns: `mistakes`, most confident first; `typical` and `untypical`, one list per class, most extreme
+    first; `outliers`, highest score first. There are at most MISTAKES_OF_PAIR mistakes per pair of classes and
+    MOST_MISTAKES in total, and each class keeps its most confident ones.
     """
     mistakes = _mistakes(labels, predicted, confidence, classes)
     each = TYPICAL if classes <= MANY_CLASSES else FEW_TYPICAL
@@ -95,14 +95,14 @@ def _mistakes(labels: np.ndarray, predicted: np.ndarray, confidence: np.ndarray,
 
 
 def _of_each_class(labels: np.ndarray, values: np.ndarray, classes: int, most: int) -> list[np.ndarray]:
-    """For each class, the images of the largest values, largest first; at most half of its images."""
+    """For each class, the images with the largest values, largest first; at most half of its images."""
     order = np.lexsort((-values, labels))
     ends = np.searchsorted(labels[order], np.arange(classes + 1))
     return [order[start : start + min(most, (stop - start + 1) // 2)] for start, stop in itertools.pairwise(ends)]
 
 
 def rank_in_group(groups: np.ndarray) -> np.ndarray:
-    """For each entry, how many of the same group come before it: [7, 3, 7, 7] -> [0, 0, 1, 2]."""
+    """For each entry, the number of earlier entries of the same group: [7, 3, 7, 7] -> [0, 0, 1, 2]."""
     order = np.argsort(groups, kind="stable")
     ordered = groups[order]
     starts = np.searchsorted(ordered, ordered)
@@ -112,7 +112,7 @@ def rank_in_group(groups: np.ndarray) -> np.ndarray:
 
 
 def check_examples(examples: Any, classes: int, images: int) -> None:
-    """Raise a ValueError for examples that `choose_examples` cannot have given."""
+    """Raise a ValueError for examples that `choose_examples` cannot have returned."""
     if not isinstance(examples, dict):
         raise schema.fail("examples", "a mapping", examples)
     count = len(examples["index"]) if isinstance(examples.get("index"), list) else 0

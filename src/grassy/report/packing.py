@@ -1,6 +1,6 @@
-"""Numbers as short text: the angles of all pairs of classes as one string (16 bits each, compressed, base64).
+"""Pack the angles of all pairs of classes into one string: 16 bits each, compressed, base64.
 
-1,000 classes with 8 angles a pair are 4 million numbers; as decimals in JSON they would take 30 MB.
+1,000 classes with 8 angles per pair have 4 million angles, which would take 30 MB as decimals in JSON.
 """
 
 import base64
@@ -21,23 +21,23 @@ FORMAT = (
 
 
 def pack_angles(degrees: np.ndarray, limit: float) -> dict[str, Any]:
-    """Angles (C, C, K) in degrees between 0 and `limit`, NaN where there is none, to the nearest limit/65534."""
+    """Pack angles (C, C, K) in degrees between 0 and `limit`, NaN if absent, rounded to multiples of limit/65534."""
     classes, _, k = degrees.shape
     first, second = np.triu_indices(classes, 1)
     planes = degrees[first, second].T  # (K, pairs)
     missing = np.isnan(planes)
     whole = np.rint(np.clip(np.where(missing, 0, planes), 0, limit) * (STEPS / limit)).astype(np.uint16)
     whole[missing] = MISSING
-    # High bytes of neighbouring pairs are alike and compress well once they stand together; low bytes are noise.
+    # High bytes of neighbouring pairs are similar and compress well side by side; low bytes are noise.
     data = (whole >> 8).astype(np.uint8).tobytes() + (whole & 255).astype(np.uint8).tobytes()
     packed = base64.b64encode(zlib.compress(data, 6)).decode()
     return {"classes": classes, "k": k, "limit": limit, "format": FORMAT, "data": packed}
 
 
 def unpack_angles(packed: dict[str, Any]) -> np.ndarray:
-    """Angles (C, C, K) in degrees, float32, symmetric, with a diagonal of 0 (a class and itself)."""
+    """Unpack angles (C, C, K) in degrees: float32, symmetric, with a zero diagonal."""
     classes, k, limit = packed["classes"], packed["k"], packed["limit"]
-    bytes_of_all = classes * (classes - 1) * k  # two of each pair and angle
+    bytes_of_all = classes * (classes - 1) * k  # two bytes for each pair and angle
     try:
         decompress = zlib.decompressobj()
         data = np.frombuffer(decompress.decompress(base64.b64decode(packed["data"]), bytes_of_all + 1), np.uint8)
@@ -56,5 +56,5 @@ def unpack_angles(packed: dict[str, Any]) -> np.ndarray:
 
 
 def rounded(value: float, digits: int = 5) -> float | None:
-    """So many significant digits, or None for NaN: JSON has none."""
+    """Round to significant digits; None for NaN, which JSON lacks."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None

@@ -1,7 +1,7 @@
-"""`grassy report`: one HTML file about one or several runs, which opens from disk, offline, with nothing fetched.
+"""`grassy report`: one HTML file about one or several runs, which opens from disk without a network.
 
-The page is web/page.html with the styles, the scripts and the data put in. Whatever comes from outside (class names,
-paths, settings) is in the data, a JSON in which no "<" is left, and reaches the page as text, never as markup.
+The page is web/page.html with styles, scripts and data inserted. Untrusted text (class names, paths, settings) is part
+of the data: JSON without any "<", which the scripts insert as text, never as markup.
 """
 
 import html
@@ -27,7 +27,7 @@ from grassy.runs.paper_row import paper_row
 from grassy.runs.weights import read_description, weights_file
 
 STYLES = ("page.css", "tables.css", "pictures.css")
-#: In an order in which each may use what stands before it.
+#: Each script may use the ones before it.
 SCRIPTS = (
     "elements.js",
     "runs.js",
@@ -49,29 +49,29 @@ SCRIPTS = (
     "page.js",
 )
 
-#: Of the data of a run: with them the page of one run of 1,000 classes and 8 angles per pair stays under 14 MB.
+#: Limit of the data of a run: a page with 1,000 classes and 8 angles per pair stays under 14 MB.
 MOST_CHARACTERS = 13_000_000
 
 
-#: Scalars that the paper has, too, under its names.
+#: Scalars that the paper reports too, under the paper's names.
 IN_PAPER = {"top1": "top1", "top5": "top5", "variability": "variability", "class_separation": "r2"}
 
 
 @dataclass(frozen=True)
 class PageRun:
-    """What a page shows of one run."""
+    """The data of one run on a page."""
 
     name: str
     analysis: dict[str, Any]
-    """What `analyze` or `classes.describe` gives."""
+    """The result of `analyze` or `classes.describe`."""
     curves: dict[str, list[float | None]] = field(default_factory=dict)
-    """Columns of equal length; `epoch` or `step` says where the values of a row belong."""
+    """Columns of equal length; `epoch` or `step` is the x-axis."""
     pictures: list[str | None] = field(default_factory=list)
     """Data URIs of the examples of the analysis, in their order."""
     paper: dict[str, float] = field(default_factory=dict)
-    """Scalars that the paper has for the row that the run's recipe is to reproduce."""
+    """The paper's scalars for the row that the run's recipe reproduces."""
     settings: dict[str, str] = field(default_factory=dict)
-    """The recipe, flat, by which runs are compared."""
+    """The recipe, flattened, for comparing runs."""
 
 
 def report(
@@ -82,7 +82,7 @@ def report(
     device: str = "auto",
     title: str = "",
 ) -> Path:
-    """Write the page of the folders of some runs; those not analyzed since their weights changed are analyzed first."""
+    """Write a page about runs. Runs whose weights changed since their analysis are analyzed first."""
     if not runs:
         raise ValueError("a report needs at least one run")
     if output.is_dir():
@@ -99,13 +99,13 @@ def report(
 
 
 def analyses_of(runs: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """The analysis of each run, by the name that the page has for the run."""
+    """The analysis of each run, by the run's name on the page."""
     paths = list(dict.fromkeys(Path(run) for run in runs))
     return {name: read_analysis(weights_file(path).parent) for name, path in zip(run_names(paths), paths, strict=True)}
 
 
 def top1_of(analyses: Mapping[str, dict[str, Any]]) -> list[str]:
-    """One line for each analysis of images: the accuracy, and the images that it is of."""
+    """One line per analysis of images: its accuracy and its images."""
     return [
         f"{name}: top-1 {analysis['scalars']['top1']:.2f} on {analysis['data']['images']:,} images of "
         f"{analysis['data']['split']}"
@@ -115,7 +115,7 @@ def top1_of(analyses: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def measured_on(analyses: Mapping[str, dict[str, Any]]) -> list[str]:
-    """For each run the images that its analysis is of, if they are not the same for all."""
+    """The images that each run was measured on; empty if all runs share them."""
     found = [analysis["data"] for analysis in analyses.values()]
     if len({_images(data) for data in found}) == 1:
         return []
@@ -125,7 +125,7 @@ def measured_on(analyses: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def _images(data: dict[str, Any] | None) -> tuple[Any, ...] | None:
-    """Of an analysis, what tells its images from others, however the split and the folder were written."""
+    """A key that identifies the images of an analysis, independent of how split and folder are spelled."""
     if data is None:
         return None
     kinds = (names for names in (TRAIN_NAMES, VALIDATION_NAMES) if data["split"] in names)
@@ -144,7 +144,7 @@ def open_run(run: Path, name: str, data_dir: Path | None, split: str | None, dev
     pictures: list[str | None] = []
     if images is not None and analysis.get("examples") is not None:
         measured = analysis["data"]["split"]
-        if measured != recipe.val_split:  # an analysis from before: the pictures are of the images that it measured
+        if measured != recipe.val_split:  # an earlier analysis: show the images that it measured
             images = open_split(about, data_dir, measured, file=file)[0] or images
         room = MOST_CHARACTERS - len(json.dumps(analysis))
         pictures = thumbnails(images, analysis["examples"], budget=min(BUDGET, room))
@@ -159,7 +159,7 @@ def open_run(run: Path, name: str, data_dir: Path | None, split: str | None, dev
 
 
 def of_paper(recipe: Mapping[str, Any]) -> dict[str, float]:
-    """Those of SCALARS that the paper has, for a recipe that names a row of it."""
+    """The paper's scalars for a recipe that names a row of the paper."""
     if recipe.get("paper") not in paper.rows():
         return {}
     figures = paper.figures(recipe["paper"])
@@ -167,7 +167,7 @@ def of_paper(recipe: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _current_analysis(file: Path, data_dir: Path | None, split: str | None, wants_data: bool) -> dict[str, Any] | None:
-    """The analysis beside a file of weights, unless it is of other weights, of other images, or says too little."""
+    """The analysis beside a file of weights; None if it is outdated, of other images or incomplete."""
     if not (file.parent / ANALYSIS).is_file():
         return None
     try:
@@ -180,13 +180,13 @@ def _current_analysis(file: Path, data_dir: Path | None, split: str | None, want
     if data is None:
         return None if wants_data else analysis
     if wants_data and "examples" not in analysis:
-        return None  # of an earlier version
+        return None  # written by an earlier version
     other_folder = data_dir is not None and data["folder"] != str(data_dir)
     return None if other_folder or split not in (None, data["split"]) else analysis
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths of folders that tell them apart."""
+    """The shortest distinct ends of the folders' paths."""
     parts = [(path.parent if path.is_file() else path).absolute().parts for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -199,7 +199,7 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 
 def write_page(runs: Sequence[PageRun], output: Path, title: str = "", opening: str = "") -> Path:
-    """One HTML file, written whole or not at all. opening: a section of trusted HTML that comes first."""
+    """Write one HTML file atomically. opening: a section of trusted HTML that comes first."""
     text = render_page(runs, title, opening)
     write_atomically(output, lambda file: file.write(text.encode()))
     return output
@@ -207,7 +207,7 @@ def write_page(runs: Sequence[PageRun], output: Path, title: str = "", opening: 
 
 def render_page(runs: Sequence[PageRun], title: str = "", opening: str = "") -> str:
     shown = dict.fromkeys(uri for run in runs for uri in run.pictures if uri is not None)
-    pictures = {uri: number for number, uri in enumerate(shown)}  # an image that two runs show is kept once
+    pictures = {uri: number for number, uri in enumerate(shown)}  # an image that two runs show is stored once
     data = {
         "title": title,
         "version": __version__,
@@ -232,12 +232,12 @@ def render_page(runs: Sequence[PageRun], title: str = "", opening: str = "") -> 
         "data": script_safe_json(data),
         "opening": opening,
     }
-    # In one pass: what is put in is not searched for places to put things.
+    # In one pass, so that inserted text is not searched for placeholders.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: contents[match[1]], _file("page.html"))
 
 
 def script_safe_json(value: Any) -> str:
-    """JSON that can stand in a script element: with no "<" in it, nothing ends the element or opens a comment."""
+    """JSON for a script element: without "<", nothing ends the element or opens a comment."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -1,7 +1,7 @@
-"""Figures of matplotlib as the paper has them: heatmaps of angles, measures against k, strategies, iteration time.
+"""Matplotlib figures like those of the paper: heatmaps of angles, measures against k, strategies, iteration time.
 
-Every function gives a `Figure`; `figure.savefig("name.pdf")` keeps lines and text as such. Colours are those of Okabe
-and Ito, or maps that grow darker evenly, so that they work in grey and for all kinds of colour vision.
+Every function returns a `Figure`; `figure.savefig("name.pdf")` writes vector graphics. Colours are those of Okabe and
+Ito, or perceptually uniform maps, so that they work in grey and for all kinds of colour vision.
 """
 
 import json
@@ -21,9 +21,9 @@ from grassy.report.packing import unpack_angles
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "0.75"
 ORDERS = ("index", "name", "cluster")
-SMALLEST_PRINT = 5  # points; names that would have to be smaller are left out
+SMALLEST_PRINT = 5  # points; names that would be smaller are left out
 
-#: What is drawn against k: its key, its title, and the key of the paper's figures.
+#: The measures drawn against k: key and title.
 MEASURES = (
     ("accuracy", "Accuracy (%)"),
     ("variability", "Variability (°)"),
@@ -38,9 +38,10 @@ PAPER_BY_DIMENSION = {1: "resnet50d-grassmann-k1", 4: "resnet50d-grassmann-k4", 
 
 
 def angle_heatmap(analysis: Mapping[str, Any], angle: int = 1, order: str | Sequence[int] = "cluster") -> Figure:
-    """The angle-th principal angle between all classes, or the angle between class vectors.
+    """Heatmap of one principal angle between all classes, or of the angle between class vectors.
 
-    order: "index", "name", "cluster", or all classes in an order of your own.
+    angle: which principal angle, from 1 (smallest) to k.
+    order: "index", "name", "cluster", or a list of all classes.
     """
     return angle_heatmaps(analysis, [angle], order)
 
@@ -48,16 +49,16 @@ def angle_heatmap(analysis: Mapping[str, Any], angle: int = 1, order: str | Sequ
 def angle_heatmaps(
     analysis: Mapping[str, Any], angles: Sequence[int] | None = None, order: str | Sequence[int] = "cluster"
 ) -> Figure:
-    """Several principal angles side by side, the smallest first, each with its own scale; default all of them."""
+    """Heatmaps of several principal angles side by side, smallest first, each with its own scale (default: all)."""
     degrees = unpack_angles(analysis["angles"])
     k = degrees.shape[-1]
     chosen = list(range(1, k + 1)) if angles is None else list(angles)
     for angle in chosen:
         if not 1 <= angle <= k:
-            raise ValueError(f"angle must lie between 1 and {k}, the angles of a pair, got {angle}")
+            raise ValueError(f"angle must lie between 1 and {k}, the number of angles per pair, got {angle}")
     places = _order(analysis, order)
     rows = -(-len(chosen) // 4)
-    columns = -(-len(chosen) // rows)  # five in rows of three and two, not of four and one
+    columns = -(-len(chosen) // rows)  # five become rows of three and two, not of four and one
     size = 5.2 if len(chosen) == 1 else 3.4
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
     figure = Figure(figsize=(size * columns + 0.4, size * 0.9 * rows + 0.3), layout=layout)
@@ -79,14 +80,14 @@ def _heatmap(
 ) -> None:
     shown = degrees[np.ix_(places, places)].astype(float)
     np.fill_diagonal(shown, np.nan)
-    # The smallest angles, which matter, are dark. Rasterised: a PDF of a million cells is of no use. Where cells are
-    # smaller than pixels they are averaged, as colours: "nearest" would drop some classes and show others twice.
+    # Small angles, which matter most, are dark. Rasterised, because a PDF of a million cells is unusable. Cells smaller
+    # than a pixel are averaged as colours: "nearest" would drop some classes and show others twice.
     many = len(places) > 64
     how = "antialiased" if many else "nearest"
     image = axes.imshow(shown, cmap="YlGnBu_r", rasterized=many, interpolation=how, interpolation_stage="rgba")
     axes.set_facecolor("0.85")
-    if np.isfinite(shown).any():  # one class alone has no angle to give a scale
-        beside = axes.inset_axes((1.03, 0.05, 0.04, 0.9))  # as tall as the matrix, whatever room its names take
+    if np.isfinite(shown).any():  # a single class has no angle
+        beside = axes.inset_axes((1.03, 0.05, 0.04, 0.9))  # as tall as the matrix, independent of its labels
         bar = figure.colorbar(image, cax=beside, format="%g°")
         bar.outline.set_visible(False)
     vectors = analysis["representation"] == "vectors"
@@ -103,7 +104,7 @@ def _heatmap(
         axes.set_xticks(range(len(places)), labels, rotation=turn, fontsize=size)
         axes.set_yticks(range(len(places)), labels, fontsize=size)
         for text in (*axes.get_xticklabels(), *axes.get_yticklabels()):
-            text.set_parse_math(False)  # a name with dollar signs is a name
+            text.set_parse_math(False)  # a name may contain dollar signs
     else:
         axes.set_xticks([])
         axes.set_yticks([])
@@ -113,7 +114,7 @@ def _heatmap(
 
 
 def shorten(name: str, most: int = 16) -> str:
-    """A long name without its middle: names of classes differ at their ends as often as at their beginnings."""
+    """Shorten a long name in its middle: class names differ at their ends as often as at their beginnings."""
     name = " ".join(name.split())  # a label is one line
     if len(name) <= most:
         return name
@@ -127,9 +128,7 @@ def _order(analysis: Mapping[str, Any], order: str | Sequence[int]) -> list[int]
         return list(analysis["orders"][order])
     places = [int(c) for c in order]
     if sorted(places) != list(range(analysis["classes"])):
-        raise ValueError(
-            f"an order must hold each of the {analysis['classes']} classes once, got {len(places)} entries"
-        )
+        raise ValueError(f"order must hold each of the {analysis['classes']} classes once, got {len(places)} entries")
     return places
 
 
@@ -137,7 +136,7 @@ def _order(analysis: Mapping[str, Any], order: str | Sequence[int]) -> list[int]
 
 
 def points_of_paper() -> dict[int, dict[str, float]]:
-    """Accuracy, variability, R² and transfer of the paper's ResNet50-D on ImageNet, by the dimension k."""
+    """The paper's accuracy, variability, R² and transfer of ResNet50-D on ImageNet, by dimension k."""
     points = {}
     for k, key in PAPER_BY_DIMENSION.items():
         row = paper.figures(key)
@@ -149,9 +148,9 @@ def points_of_paper() -> dict[int, dict[str, float]]:
 def points_of_runs(
     analyses: Sequence[Mapping[str, Any]], transfers: Sequence[Path | None] = ()
 ) -> dict[int, dict[str, float]]:
-    """The same of runs, from what `analyze` gives and, in the same order, their transfer.json (the mean of its SVMs).
+    """The same points for runs, from their analyses and, in the same order, their transfer.json (mean of the SVMs).
 
-    Runs of one k are averaged; runs of class vectors are left out, for they have no k.
+    Runs with equal k are averaged. Runs with class vectors have no k and are left out.
     """
     collected: dict[int, dict[str, list[float]]] = {}
     for analysis, transfer in zip(analyses, [*transfers, *[None] * (len(analyses) - len(transfers))], strict=True):
@@ -179,7 +178,7 @@ def _mean_of_svms(path: Path) -> float | None:
 def against_dimension(
     points: Mapping[int, Mapping[str, float]], baseline: Mapping[str, float] | None = None, title: str = ""
 ) -> Figure:
-    """A panel a measure, k on a logarithmic axis; `baseline`, such as a linear head's, as a dashed line."""
+    """One panel per measure over logarithmic k; `baseline`, such as a linear head, is a dashed line."""
     keys = [(key, name) for key, name in MEASURES if any(key in point for point in points.values())]
     if not keys:
         raise ValueError("there is nothing to draw: no point has accuracy, variability, class_separation or transfer")
@@ -206,7 +205,7 @@ def against_dimension(
 # ------------------------------------------------------------------------------------------------ bars
 
 
-#: The training strategies that are compared: their key, their name, colour and hatch.
+#: The training strategies to compare: key, name, colour and hatch.
 STRATEGIES = (
     ("linear", "class vectors", ORANGE, ""),
     ("grassmann", "subspaces", BLUE, ""),
@@ -215,11 +214,11 @@ STRATEGIES = (
 
 
 def strategy_bars(results: Mapping[str, Mapping[str, float]] | None = None) -> Figure:
-    """Accuracy by training recipe: class vectors, subspaces, and subspaces trained and tested by FixRes.
+    """Accuracy by training recipe: class vectors, subspaces, and subspaces with FixRes.
 
     results: accuracies in percent by recipe, such as {"RSB-A3": {"linear": 79.4, "grassmann": 79.6,
-    "grassmann-fixres": 80.2}}, of which some may be missing; None for what the paper says of ResNet50-D with k = 8. Of
-    a figure that the paper has wrong, the corrected one is drawn.
+    "grassmann-fixres": 80.2}}; some may be missing. None for the paper's ResNet50-D with k = 8, with the corrected
+    value where the paper has an error.
     """
     of_paper = results is None
     results = _strategies_of_paper() if results is None else results
@@ -257,10 +256,10 @@ def _strategies_of_paper() -> dict[str, dict[str, float]]:
 
 
 def iteration_time(results: Path | Mapping[str, Mapping[str, float]] | None = None) -> Figure:
-    """Time with class vectors and with subspaces, the former being 100.
+    """Iteration time with class vectors (100 %) and with subspaces.
 
-    results: times by what was timed, such as {"ResNet-50": {"linear": 0.21, "grassmann": 0.22}}; or a results file of
-    `benchmarks`, with "medians" of a linear and a grassmann head; None for what the paper says.
+    results: times by model, such as {"ResNet-50": {"linear": 0.21, "grassmann": 0.22}}; or a results file of
+    `benchmarks` with "medians" of a linear and a grassmann head; None for the paper's times.
     """
     times = _times(results)
     figure = Figure(figsize=(max(4.4, 0.8 + 1.6 * len(times)), 3.2), layout="constrained")
@@ -293,7 +292,7 @@ def _times(results: Path | Mapping[str, Mapping[str, float]] | None) -> dict[str
 
 
 def save_pictures(analyses: Mapping[str, Mapping[str, Any]], folder: Path, suffix: str = ".pdf") -> list[Path]:
-    """The heatmaps of each run, by its name, and, of several k, the measures against it; written into a folder."""
+    """Write the heatmaps of each run into a folder and, for runs of several k, the measures against k."""
     folder.mkdir(parents=True, exist_ok=True)
     figures = {}
     for number, (run, analysis) in enumerate(analyses.items(), start=1):
@@ -310,7 +309,7 @@ def save_pictures(analyses: Mapping[str, Mapping[str, Any]], folder: Path, suffi
 
 
 def tidy(axes: Axes) -> None:
-    """Light lines, and none that says nothing."""
+    """Draw a light horizontal grid, and remove spines and tick marks."""
     axes.grid(axis="y", color="0.92")
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)

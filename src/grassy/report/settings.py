@@ -1,4 +1,4 @@
-"""The settings of a run, flat, as text: what a page compares recipes by."""
+"""The settings of a run as flat text, for comparing recipes on a page."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 from grassy.heads import create_head, describe
 from grassy.runs.weights import Description
 
-#: Words about a recipe, which change nothing.
+#: Fields that describe a recipe without effect on the run.
 NOT_SETTINGS = ("description", "paper", "base")
 
 
 def settings_of(about: Description, width: int) -> dict[str, str]:
-    """Everything a file of weights says about how its model was made: its recipe, or what `grassy.save` knows.
+    """The settings in a file of weights: its recipe, or what `grassy.save` stored.
 
-    width: of a feature.
+    width: feature dimension.
     """
     recipe = {key: value for key, value in about.recipe.items() if key not in NOT_SETTINGS}
     model = {
@@ -29,7 +29,7 @@ def settings_of(about: Description, width: int) -> dict[str, str]:
 
 
 def _all_options(head: dict[str, Any], width: int) -> dict[str, Any]:
-    """The options of a head with the defaults of those that are not given, as far as they can be known."""
+    """The options of a head, with defaults for those not given, as far as they are known."""
     try:
         return describe(create_head(in_features=width, num_classes=2, **head))
     except (TypeError, ValueError):  # such as a k for each of its classes
@@ -37,7 +37,7 @@ def _all_options(head: dict[str, Any], width: int) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Pairs of "head.k" and "8"."""
+    """Flatten a mapping to pairs such as ("head.k", "8")."""
     found: list[tuple[str, str]] = []
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -48,7 +48,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """As a recipe has it, but shorter: at most some 200 characters."""
+    """A value as in a recipe, shortened to about 200 characters."""
     if value is None or value == "":
         return "none"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Images small enough to stand inside a page."""
+"""Thumbnails, small enough to be part of a page."""
 
 import base64
 import io
@@ -9,17 +9,17 @@ import numpy as np
 from grassy.data.images import Images
 from grassy.report.examples import OUTLIERS, rank_in_group
 
-BUDGET = 4_000_000  # characters in all
-PIXEL_ART = 32  # in an image of so few pixels each one counts
+BUDGET = 4_000_000  # characters in total
+PIXEL_ART = 32  # images up to this side are stored without loss: every pixel counts
 #: The longer side in pixels, by the number of images.
 SIZES = ((1500, 96), (4000, 64))
 SMALLEST = 48
 
 
 def thumbnails(images: Images, examples: dict[str, Any], budget: int = BUDGET) -> list[str | None]:
-    """A data URI for each of the examples, or None where the budget is used up or the image is not to be had.
+    """A data URI for each example; None if the budget is spent or the image cannot be read.
 
-    Each class has one image of every kind before any class has a second.
+    Each class gets one image of every kind before any class gets a second.
     """
     wanted = _most_needed_first(examples)
     size = next((size for most, size in SIZES if len(wanted) <= most), SMALLEST)
@@ -39,7 +39,7 @@ def thumbnails(images: Images, examples: dict[str, Any], budget: int = BUDGET) -
 
 
 def short_name(name: str) -> str:
-    """The end of a path by which its owner knows an image: the file and the folder it is in."""
+    """The end of an image's path: its file and folder."""
     return "/".join(name.replace("\\", "/").split("/")[-2:])
 
 
@@ -63,7 +63,7 @@ def _thumbnail(images: Images, index: int, size: int) -> str | None:
 
     try:
         pixels = images.load(index)[0]
-    except Exception:  # whatever a broken file makes a decoder raise, a missing thumbnail is no reason to stop
+    except Exception:  # decoders may raise anything, and a missing thumbnail is no reason to stop
         return None
     image = Image.fromarray(pixels)
     small = max(image.size) <= PIXEL_ART  # the page enlarges it without smoothing
@@ -75,7 +75,7 @@ def _thumbnail(images: Images, index: int, size: int) -> str | None:
 
 
 def _photo_format() -> tuple[str, dict[str, Any]]:
-    """WebP, which takes half the room of JPEG at this size, if this Pillow can write it."""
+    """WebP if Pillow can write it, which takes half the space of JPEG at this size."""
     from PIL import features
 
     return ("WEBP", {"quality": 62, "method": 4}) if features.check("webp") else ("JPEG", {"quality": 68})

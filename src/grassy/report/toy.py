@@ -1,7 +1,7 @@
-"""The toy of G(1, 2): a line in the plane that learns a class, by Riemannian steps and by plain gradient descent.
+"""Toy example on G(1, 2): a line in the plane learns a class, by Riemannian steps and by plain gradient descent.
 
-A line through the origin is a point of the circle, together with its opposite. Riemannian steps move it along the
-circle; plain descent pulls the vector that spans it off the circle, where its length is a second, unwanted parameter.
+A line through the origin corresponds to a pair of opposite points on the circle. Riemannian steps move it along the
+circle. Plain descent pulls its basis vector off the circle, and the vector's length becomes an unwanted parameter.
 """
 
 import math
@@ -22,7 +22,7 @@ GAMMA = 6.0
 
 @dataclass(frozen=True)
 class Toy:
-    """Features (B, 2) of the class that is learned and of another, whose line stays; and where the descent begins."""
+    """Features (B, 2) of the learned class and of another class, whose line is fixed, and the starting point."""
 
     features: Tensor
     others: Tensor
@@ -31,7 +31,7 @@ class Toy:
 
 
 def make_toy(seed: int = 0, samples: int = 40) -> Toy:
-    """Directions around 115° for the class and around 20° for the other; the line begins at 50°, the wrong side."""
+    """Directions around 115° for the class and around 20° for the other; the line starts at 50°, the wrong side."""
     generator = torch.Generator().manual_seed(seed)
 
     def around(degrees: float, spread: float) -> Tensor:
@@ -43,7 +43,7 @@ def make_toy(seed: int = 0, samples: int = 40) -> Toy:
 
 
 def descend(toy: Toy, steps: int = 40, lr: float = 0.3, riemannian: bool = True) -> Tensor:
-    """The basis vector after each step, (steps + 1, 2), from cross-entropy over the logits γ‖Wx‖ of the two lines."""
+    """The basis vector after each step, (steps + 1, 2), for cross-entropy over the logits γ‖Wx‖ of both lines."""
     weight = toy.start
     path = [weight[0]]
     for _ in range(steps):
@@ -57,7 +57,7 @@ def descend(toy: Toy, steps: int = 40, lr: float = 0.3, riemannian: bool = True)
 
 
 def draw_toy(steps: int = 40, lr: float = 0.3, toy: Toy | None = None) -> Figure:
-    """Both descents in the plane, and the length of the vector that spans the line after each step."""
+    """Draw both descents in the plane, and the length of the basis vector after each step."""
     toy = toy or make_toy()
     figure = Figure(figsize=(10.5, 3.9), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
@@ -83,7 +83,7 @@ def draw_toy(steps: int = 40, lr: float = 0.3, toy: Toy | None = None) -> Figure
 def animate_toy(
     path: Path, steps: int = 40, lr: float = 0.3, toy: Toy | None = None, frames_per_second: int = 8
 ) -> None:
-    """The same as a GIF, a frame a step; the last one stays for two seconds."""
+    """The same as a GIF with one frame per step; the last frame stays for two seconds."""
     from matplotlib.animation import FuncAnimation, PillowWriter
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -139,7 +139,7 @@ def _directions(degrees: Tensor) -> Tensor:
 
 
 def _ends(vector: Tensor) -> tuple[list[float], list[float]]:
-    """A line through the origin along a vector, as long as the picture is wide."""
+    """The ends of a line through the origin along a vector, as long as the picture is wide."""
     x, y = (vector / torch.linalg.vector_norm(vector) * 3).tolist()
     return [-x, x], [-y, y]
 
@@ -161,7 +161,7 @@ def _plane(axes: Axes, toy: Toy, title: str) -> None:
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
-    """One for all planes, below them, where no line passes through it."""
+    """One legend for all planes, below them, so that it covers no line."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=len(labels), fontsize=9, frameon=False)
 

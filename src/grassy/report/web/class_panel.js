@@ -16,17 +16,17 @@ function showClass(i) {
 }
 
 function classImages(i, run) {
-  if (!run.images(i)) return [element("p", { className: "hint" }, "None of the measured images is of this class.")];
+  if (!run.images(i)) return [element("p", { className: "hint" }, "No measured image has this class.")];
   const wrong = run.mistakesOf(i), count = run.mistakenCount(i);
   const where = run.subspaces ? "the subspace" : "the direction of the vector";
   return [
     mistakenBars(i, run),
-    count ? galleryPart(plural(count, "mistake", "mistakes"), `The class that was predicted; the surest first.${wrong.length < count ? ` This page holds ${wrong.length} of them.` : ""}`,
-      run, wrong, mistakenFor) : element("p", { className: "small" }, "Every image of this class is recognised."),
-    galleryPart("Other classes taken for it", "The class that the image really shows; the surest first.", run, run.takenFor(i), isReally, 6),
+    count ? galleryPart(plural(count, "mistake", "mistakes"), `The predicted class, most confident first.${wrong.length < count ? ` This page holds ${wrong.length} of them.` : ""}`,
+      run, wrong, mistakenFor) : element("p", { className: "small" }, "Every image of this class is classified correctly."),
+    galleryPart("Other classes taken for it", "The true class, most confident first.", run, run.takenFor(i), isReally, 6),
     ...(run.examples ? [
-      galleryPart("Most typical", `The feature lies furthest in ${where} of the class.`, run, run.examples.typical[i], insideShare, 8),
-      galleryPart("Least typical", `The feature lies least in ${where}: unusual views, or wrong labels.`, run, run.examples.untypical[i], insideShare, 8),
+      galleryPart("Most typical", `The features with the largest share in ${where} of the class.`, run, run.examples.typical[i], insideShare, 8),
+      galleryPart("Least typical", `The features with the smallest share in ${where}: unusual views or wrong labels.`, run, run.examples.untypical[i], insideShare, 8),
     ] : [element("p", { className: "hint" }, "No pictures: the images could not be matched with the measured features.")]),
   ].filter(Boolean);
 }

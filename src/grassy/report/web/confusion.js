@@ -18,7 +18,7 @@ class Confusion {
     this.list();
     const pair = (keep && this.pair) || run.confusions[0];
     if (pair) this.choose(pair[0], pair[1]);
-    else byId("confused").replaceChildren(element("p", { className: "hint" }, "Nothing was confused: every image was recognised."));
+    else byId("confused").replaceChildren(element("p", { className: "hint" }, "Nothing was confused: every image was classified correctly."));
     this.draw();
   }
 
@@ -58,7 +58,7 @@ class Confusion {
     byId("confused").replaceChildren(
       element("h3", {}, link(run.names[i], () => openClass(i)), element("span", { className: "and" }, " taken for "), link(run.names[j], () => openClass(j))),
       element("p", { className: "small" }, count ? `${count} of ${plural(run.images(i), "image", "images")}` : `None of ${plural(run.images(i), "image", "images")}`,
-        found.length && found.length < count ? `, the surest ${found.length} are shown` : "", ". ",
+        found.length && found.length < count ? `, the ${found.length} most confident are shown` : "", ". ",
         back ? link(`The other way round: ${back}`, () => this.choose(j, i)) : "The other way round: none",
         back ? ". " : ". ", link("Angles between the two", () => openGeometry(i, j))),
       found.length ? gallery(run, found, sureAndInside)

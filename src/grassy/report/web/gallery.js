@@ -19,7 +19,7 @@ function tile(run, at, lines) {
 
 const markPixels = (event) => event.target.classList.toggle("pixelated", event.target.naturalWidth <= 32);
 
-const sure = (run, at) => [`${percent(run.examples.confidence[at])} sure`, "soft"];
+const sure = (run, at) => [`confidence ${percent(run.examples.confidence[at])}`, "soft"];
 const inside = (run, at) => [`${percent(run.examples.inside[at])} inside`, "soft"];
 const predictedName = (run, at) => [run.names[run.examples.predicted[at]], "wrong"];
 const labelName = (run, at) => [run.names[run.examples.label[at]], ""];
@@ -28,7 +28,7 @@ const mistakenFor = (run, at) => [predictedName(run, at), sure(run, at)];
 const isReally = (run, at) => [labelName(run, at), sure(run, at)];
 const sureAndInside = (run, at) => [sure(run, at), inside(run, at)];
 const insideShare = (run, at) => [
-  run.examples.predicted[at] === run.examples.label[at] ? ["right", "soft"] : predictedName(run, at), inside(run, at)];
+  run.examples.predicted[at] === run.examples.label[at] ? ["correct", "soft"] : predictedName(run, at), inside(run, at)];
 const bothNames = (run, at) => [labelName(run, at), [`→ ${run.names[run.examples.predicted[at]]}`, "wrong"], sure(run, at)];
 const outlierScore = (run, at) => [labelName(run, at), [`score ${run.examples.outlier[at].toFixed(3)}`, "soft"]];
 
@@ -68,7 +68,7 @@ function openPicture(run, at) {
   ].filter(Boolean);
   byId("picture-body").replaceChildren(
     uri ? element("img", { src: uri, alt: `Image of ${run.names[label[at]]}`, onload: markPixels })
-      : element("p", { className: "hint" }, "This page holds no picture of it: there was room for some images of each class only."),
+      : element("p", { className: "hint" }, "This page has no picture of this image: it holds only some images per class."),
     element("dl", { className: "rows" }, ...rows.map(([term, value]) =>
       element("div", {}, element("dt", {}, term), element("dd", {}, value)))));
   dialog.showModal();

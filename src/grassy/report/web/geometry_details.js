@@ -31,10 +31,10 @@ function describeClass(i, runs) {
       parts.push(element("h4", {}, subspaces ? "Energy along the directions of its subspace" : "Energy along its vector"),
         bars(shown.map((share, n) => [`${n + 1}`, share, percent(share, 1)]), "spectrum"),
         element("p", { className: "small" }, `${percent(1 - inside, 1)} lies outside. `,
-          subspaces && shown.length > 1 ? "Bars of similar length mean that the class uses all of its directions; one long bar, that a vector would do." : ""));
+          subspaces && shown.length > 1 ? "Bars of similar length mean that the class uses all of its directions. One long bar means that a vector would be enough." : ""));
     }
   }
-  if (runs[0].run.measured) parts.push(element("p", { className: "onwards" }, link("Its images and mistakes", () => openClass(i))));
+  if (runs[0].run.measured) parts.push(element("p", { className: "onwards" }, link("Images and mistakes of this class", () => openClass(i))));
   return parts;
 }
 

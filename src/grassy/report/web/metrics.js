@@ -1,13 +1,13 @@
 // All measures in groups, each with a sentence that says what to read from it: a row for a measure, a column for a run.
 
 const GROUPS = [
-  ["Accuracy", ["top1", "top5"], "Compare runs by these first; all other measures only explain them."],
+  ["Accuracy", ["top1", "top5"], "Compare runs by accuracy first; the other measures help to explain it."],
   ["Features", ["variability", "class_separation", "energy_inside"],
-    "A larger variability and a smaller R² mean that classes keep more of what tells their images apart, which often helps transfer."],
+    "A larger variability and a smaller R² mean that features keep more differences within a class, which often helps transfer."],
   ["Classes", ["mean_effective_rank", "smallest_angle", "mean_smallest_angle", "orthonormality_error"],
-    "An effective rank near 1 means that subspaces are used like vectors: a smaller k would do. A very small angle marks two classes that the head hardly tells apart."],
+    "An effective rank near 1 means that subspaces are used like vectors: a smaller k is enough. A very small angle marks two classes that the head hardly separates."],
   ["Neural collapse", ["nc1", "nc2_norms", "nc2_angles", "nc2_simplex", "nc3"],
-    "Near 0, features of a class have shrunk to one point and the points stand evenly apart: good for these classes, often bad for transfer."],
+    "Near 0, the features of each class have collapsed to one point, and the points are evenly spaced: good for these classes, often bad for transfer."],
 ];
 
 function showMetrics() {

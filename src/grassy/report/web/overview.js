@@ -20,7 +20,7 @@ function showOverview() {
     answer("Top-1 accuracy", `${fixed(scalars.top1, 1)}\u2009%`, against("top1"), true),
     a.classes >= 10 ? answer("Top-5 accuracy", `${fixed(scalars.top5, 1)}\u2009%`, against("top5")) : "",
     answer("Mistakes", mistakes.toLocaleString("en"), `of ${plural(total, "image", "images")}`),
-    answer("Worst class", link(a.names[worst], () => openClass(worst)), `${fixed(a.accuracy(worst), 1)}\u2009% right`),
+    answer("Worst class", link(a.names[worst], () => openClass(worst)), `${fixed(a.accuracy(worst), 1)}\u2009% correct`),
     count ? answer("Confused most", link(`${isolated(a.names[from])} taken for ${isolated(a.names[to])}`, () => openConfusion(from, to)),
       `${count} of ${a.images(from)} images`) : "");
   showSpread(a);
