@@ -292,7 +292,7 @@ def test_a_repository_of_the_hub_is_loaded_from_the_cache(tmp_path, monkeypatch)
     assert torch.equal(logits(grassy.load("hf-hub:me/text"), inputs_of("bert")), logits(text, inputs_of("bert")))
     assert export("hf-hub:me/image", tmp_path / "model.pt2").is_file()  # so do the commands
     for wrong in ("hf-hub:me/nothing", "hf-hub:me/image@other", "hf-hub:no:name", "hf-hub:"):
-        with pytest.raises(ValueError, match=f"{wrong} cannot be had from the hub"):
+        with pytest.raises(ValueError, match=f"{wrong} could not be downloaded from the Hub"):
             grassy.load(wrong)
 
 

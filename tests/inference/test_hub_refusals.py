@@ -138,5 +138,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path):
             grassy.save(each, tmp_path / "file")
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
     grassy.save(model, tmp_path / "text")
-    with pytest.raises(ValueError, match=r"holds a model of transformers: use grassy\.load, the commands take timm's"):
+    with pytest.raises(
+        ValueError, match=r"holds a transformers model: use grassy\.load; the commands accept timm models"
+    ):
         validate(tmp_path / "text", None)

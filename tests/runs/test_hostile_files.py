@@ -151,8 +151,8 @@ LAUGHS = "a0: &a0 [1]\n" + "".join(f"a{i + 1}: &a{i + 1} [{','.join([f'*a{i}'] *
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (LAUGHS, "its aliases stand for more than 10,000 values"),
-        ("lr: &a [*a]", "an alias stands for what it is part of"),
+        (LAUGHS, "its aliases expand to more than 10,000 values"),
+        ("lr: &a [*a]", "an alias refers to a value that contains it"),
         ("lr: 1\nlr: 2\n", "the key 'lr' comes twice"),
         ("head: {k: 1, k: 2}\n", "the key 'k' comes twice"),
         ("head: {0: 1, 0: 2}\n", "the key 0 comes twice"),

@@ -126,7 +126,7 @@ def test_a_number_without_a_point_is_a_number_wherever_it_stands(write):
         ("test_size: 0", ValueError, "test_size must be at least 1, got 0"),
         ("num_classes: -2", ValueError, "num_classes must be at least 1, got -2"),
         ("clip_grad: 0", ValueError, "clip_grad must be positive, got 0.0"),
-        ("head: {name: grassmann, device: cuda}", ValueError, "head.device is not to be set"),
+        ("head: {name: grassmann, device: cuda}", ValueError, "head.device cannot be set"),
         ("layer_decay: 1.1", ValueError, "layer_decay must lie in (0, 1], got 1.1"),
         ("decay_rate: 0", ValueError, "decay_rate must lie in (0, 1], got 0.0"),
         ("crop_pct: 0", ValueError, "crop_pct must be at least 0.1, got 0.0"),

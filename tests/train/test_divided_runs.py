@@ -165,7 +165,7 @@ def test_a_run_of_whole_weights_is_not_gone_on_with_divided_ones_nor_the_other_w
             )
 
     on_ranks(2, tmp_path, work)
-    with pytest.raises(ValueError, match="holds a run already: --resume auto goes on with it"):
+    with pytest.raises(ValueError, match="holds a run already: --resume auto resumes it"):
         train(recipe, divided / "data", divided / "run", quiet=True)
     with pytest.raises(ValueError, match="belongs to a run with batch_size=8, not 4"):
         train(with_changes(recipe, {"batch_size": 4}), divided / "data", divided / "run", "auto", quiet=True)

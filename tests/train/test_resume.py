@@ -150,7 +150,7 @@ def test_resuming_from_nothing_from_damage_and_from_another_recipe_is_said(tmp_p
         train(tiny_recipe(head={"name": "linear"}), data, tmp_path / "run", resume="auto")
     with pytest.raises(ValueError, match=r"a run with lr=0\.05, not 0\.1"):
         train(tiny_recipe(lr=0.1), data, tmp_path / "run", resume="auto")
-    with pytest.raises(ValueError, match="5 updates an epoch, not 3"):
+    with pytest.raises(ValueError, match="5 updates per epoch, not 3"):
         train(tiny_recipe(epochs=3), tiny_arrays(tmp_path / "less", images=24), tmp_path / "run", resume="auto")
     with pytest.raises(ValueError, match="a run with a class 'class 2', which is not here: is this other data"):
         train(
@@ -160,7 +160,7 @@ def test_resuming_from_nothing_from_damage_and_from_another_recipe_is_said(tmp_p
         train(tiny_recipe(), data, tmp_path / "other", resume=str(tmp_path / "run" / LAST))
     whole = (tmp_path / "run" / STATE).read_bytes()
     (tmp_path / "run" / STATE).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"resume\.pt is not a whole file"):
+    with pytest.raises(ValueError, match=r"resume\.pt is not a complete torch.save file"):
         train(tiny_recipe(epochs=3), data, tmp_path / "run", resume="auto")
 
 

@@ -1,1 +1,1 @@
-"""What a run is on disk: recipe, weights, state to resume from, folder, records."""
+"""A run on disk: its recipe, weights, state to resume from, folder and records."""

@@ -1,4 +1,4 @@
-"""The folder of a run: who may write to it, what it is resumed from, and what is saved there, in which order."""
+"""The folder of a run: its lock, the state to resume from, and the order in which files are saved."""
 
 import contextlib
 import os
@@ -15,15 +15,15 @@ from grassy.runs.recipe import Recipe
 from grassy.runs.state import STATE, save_state, state_in
 from grassy.runs.weights import BEST, BEST_SAVES, LAST, Description, save_weights
 
-#: Is there until a run has saved its first state: weights without one are then those of a run that was killed.
+#: Exists until a run has saved its first state. It marks weights without a state as those of a killed run.
 FIRST = ".first-checkpoint"
-#: What may differ between a run and its continuation: it changes how long or how conveniently, not what is trained.
+#: Fields that may change when a run is resumed: they affect its length or convenience, not what it trains.
 FREE = (
     "description",
     "paper",
     "epochs",
     "decay_milestones",  # they follow the epochs
-    "warmup_epochs",  # so does this, if there are few
+    "warmup_epochs",  # follows the epochs, if there are few
     "workers",
     "val_batch_size",
     "val_interval",
@@ -35,20 +35,20 @@ FREE = (
 
 
 class RunFolder:
-    """One process at a time writes to a folder; a second one is refused."""
+    """The folder of a run, locked: only one process at a time may write to it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: int | None = None
 
     def claim(self) -> None:
-        """Make the folder, keep others out of it, and remove what a killed process was writing."""
+        """Create and lock the folder, and remove the temporary files of killed processes."""
         self.path.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(ImportError):  # not on Windows
             import fcntl
 
             self._lock = os.open(self.path, os.O_RDONLY)
-            # A worker that outlives a killed process for some seconds must not keep the folder from the next one.
+            # A worker that outlives its killed process by some seconds must not block the next process.
             os.register_at_fork(after_in_child=self.release)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,7 +64,7 @@ class RunFolder:
             self._lock = None
 
     def find_state(self, resume: str) -> Path | None:
-        """The file, or the folder of a save, to resume from. A folder that holds another run is not written over."""
+        """The file or save to resume from; None for a new run. It refuses a folder that holds another run."""
         own = state_in(self.path)
         taken = own is not None or any((self.path / name).exists() for name in (LAST, BEST, BEST_SAVES))
         killed = (self.path / FIRST).exists() and own is None
@@ -82,13 +82,11 @@ class RunFolder:
         if resume and not source.exists():
             raise ValueError(f"there is nothing to resume from at {source}")
         if taken and not (resume and (killed or (own is not None and source.resolve() == own.resolve()))):
-            raise ValueError(
-                f"{self.path} holds a run already: --resume auto goes on with it, or give another --output"
-            )
+            raise ValueError(f"{self.path} holds a run already: --resume auto resumes it, or give another --output")
         return source if resume else None
 
     def adopt_best(self, state: Path) -> None:
-        """Take over the best weights of the run that is resumed from, if it lies elsewhere."""
+        """Copy the best weights of the resumed run, if it is in another folder."""
         if state.is_dir():
             best = newest(state.parent.parent / BEST_SAVES)
             if best is not None and newest(self.path / BEST_SAVES) is None:
@@ -105,7 +103,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def first_save(self) -> Iterator[None]:
-        """Around what is written before there is a state: till then, weights are those of a run that was killed."""
+        """Mark the folder while the first files are written: until a state exists, they are those of a killed run."""
         if state_in(self.path) is None:
             (self.path / FIRST).touch()
         yield
@@ -118,7 +116,7 @@ class RunFolder:
         last: tuple[Mapping[str, Tensor], Description],
         state: Mapping[str, Any],
     ) -> None:
-        """Write the best and the last weights, then the state: it must never claim what is not on the disk."""
+        """Write the best and the last weights, then the state, which must never refer to missing files."""
         with self.first_save():
             if best is not None:
                 save_weights(*best, self.path / BEST)
@@ -134,17 +132,17 @@ def check_same_run(
     class_names: Sequence[str] | None,
     path: Path,
 ) -> None:
-    """Raise a ValueError if a saved state belongs to another recipe, to another number of images, or other classes."""
+    """Raise a ValueError if a saved state belongs to another recipe, another number of images or other classes."""
     old, new = saved.get("recipe", {}), {**recipe.to_dict(), "direction": "gradient"}
     for name in new:
         if name not in FREE and name in old and old[name] != new[name]:
             raise ValueError(
                 f"{path} belongs to a run with {name}={old[name]}, not {new[name]}: a changed recipe is a new run, in "
-                "another --output (and with --initial-checkpoint, if it is to start from these weights)"
+                "another --output (with --initial-checkpoint to start from these weights)"
             )
     if saved.get("updates", updates) != updates:
         raise ValueError(
-            f"{path} belongs to a run with {saved['updates']} updates an epoch, not {updates}: is this other data?"
+            f"{path} belongs to a run with {saved['updates']} updates per epoch, not {updates}: is this other data?"
         )
     if images is not None and saved.get("images") not in (None, images):
         raise ValueError(f"{path} belongs to a run with {saved['images']} images, not {images}: is this other data?")

@@ -1,7 +1,7 @@
-"""Folders as the Hugging Face hub has them: the `config.json` of timm or transformers beside `model.safetensors`.
+"""Folders for the Hugging Face Hub: the `config.json` of timm or transformers beside `model.safetensors`.
 
-grassy adds one key to the config, "grassy_head": the name and the options of the head. All else is the host's own, so
-that timm and transformers read the rest of the model without grassy.
+grassy adds one key to the config, "grassy_head": the name and options of the head. The rest follows the library's
+format, so timm and transformers load the backbone without grassy.
 """
 
 from fnmatch import fnmatch
@@ -12,24 +12,24 @@ from grassy.runs.schema import MOST_DESCRIPTION, parse_json, read_text
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 ADAPTERS, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-#: Weights of transformers and timm, whole or in parts: of these a folder holds those of one model only.
+#: Weights of transformers and timm, whole or in parts. A folder holds the weights of one model only.
 ALL_WEIGHTS = (
     *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model-*-of-*.bin", "pytorch_model.bin.index.json"),
 )
-#: What may lie in a folder before its model does: a cloned repository, a tokenizer, an image processor.
+#: Files that may be in a folder before its model: a cloned repository, a tokenizer, an image processor.
 BESIDE_A_MODEL = (
     *(".*", CARD, "LICENSE*", "vocab.*", "merges.txt", "*.model", "chat_template.*"),
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*processor_config.json"),
 )
 #: The key that grassy adds to the config.
 HEAD = "grassy_head"
-#: How timm and grassy write the name of a repository on the hub: "hf-hub:user/name", or "hf-hub:user/name@revision".
+#: Prefix of Hub repositories in timm and grassy: "hf-hub:user/name" or "hf-hub:user/name@revision".
 REMOTE = "hf-hub:"
 
 
 def local_folder(path: Path) -> Path:
-    """The path itself, or the local copy of a repository of the hub, which is fetched if it is not there."""
+    """The path itself, or the local copy of a Hub repository, downloaded if necessary."""
     name = str(path)
     if not name.startswith(REMOTE):
         return path
@@ -38,28 +38,28 @@ def local_folder(path: Path) -> Path:
 
     repository, _, revision = name.removeprefix(REMOTE).partition("@")
     try:
-        # Nothing that could hold code or a pickle.
+        # No files that could hold code or a pickle.
         wanted = ["*.json", "*.safetensors", "*.txt", "*.model", CARD]
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=wanted))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{name} cannot be had from the hub: {reason}") from None
+        raise ValueError(f"{name} could not be downloaded from the Hub: {reason}") from None
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """The config of a folder with a head of grassy's; None if there is none, or none with such a head."""
+    """The config of a folder; None if it does not exist or describes no grassy head."""
     config = _read(folder / CONFIG)
     return config if config is not None and HEAD in config else None
 
 
 def base_of_adapters(folder: Path) -> str | None:
-    """The model that the adapters of PEFT in a folder are for; None if there are none."""
+    """The base model of the PEFT adapters in a folder; None if there are none."""
     config = _read(folder / ADAPTERS)
     if config is None:
         return None
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise ValueError(f"{folder / ADAPTERS} does not say what model the adapters are for")
+        raise ValueError(f"{folder / ADAPTERS} does not name the base model of the adapters")
     return base
 
 
@@ -74,7 +74,7 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def is_folder_of_hub(folder: Path) -> bool:
-    """Whether a folder that is there may be written to: one of the hub, or one that holds no model or other files."""
+    """Whether an existing folder may be written to: it has a grassy head, or no model and no other files."""
     names = [file.name for file in folder.iterdir()]
     return read_config(folder) is not None or all(any(fnmatch(name, p) for p in BESIDE_A_MODEL) for name in names)
 
@@ -84,7 +84,7 @@ def is_of_transformers(config: dict[str, Any]) -> bool:
 
 
 def timm_description(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a `Description` in the config of a timm model, not checked yet."""
+    """The fields of a `Description` from the config of a timm model, unchecked."""
     pretrained = config.get("pretrained_cfg")
     pretrained = pretrained if isinstance(pretrained, dict) else {}
     size = pretrained.get("input_size")

@@ -1,7 +1,7 @@
-"""Tensors out of files of torch.save that also hold objects of other packages, whose code is not run.
+"""Read tensors from torch.save files that also hold objects of other packages, without running their code.
 
-torch's reader for tensors alone refuses a file that names anything else. Here everything else that a file names is
-replaced by an object that takes whatever it is given and does nothing. What comes of it is thrown away.
+`torch.load(weights_only=True)` refuses a file that names any other class. Here, every other class or function is
+replaced by an inert object that accepts any argument and does nothing. The result is discarded.
 """
 
 import pickle
@@ -16,7 +16,7 @@ from grassy.runs.schema import open_regular
 
 
 class Inert:
-    """Stands for any class or function of a file: it can be called, filled and set, and does nothing."""
+    """Replaces any class or function in a file: it can be called, filled and set, and does nothing."""
 
     def __new__(cls, *_: Any, **__: Any) -> "Inert":
         return super().__new__(cls)
@@ -40,7 +40,7 @@ class Inert:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The `state_dict` of a checkpoint, or a checkpoint that is one, by name; a ValueError if there is none."""
+    """The tensors of a checkpoint by name, from its `state_dict` or the checkpoint itself; a ValueError without any."""
     if not path.exists():
         raise ValueError(f"there is no checkpoint {path}")
     open_regular(path).close()
@@ -51,7 +51,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, pickle.UnpicklingError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise ValueError(
-            f"{path} is not a checkpoint of torch that can be read without running its code: {reason}"
+            f"{path} is not a torch checkpoint that can be read without running its code: {reason}"
         ) from None
     if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
         found = found["state_dict"]

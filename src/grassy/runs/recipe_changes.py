@@ -1,4 +1,4 @@
-"""What follows when settings of a recipe are changed: options of another head, the schedule, the description."""
+"""Change settings of a recipe, and adapt what depends on them: head options, schedule, description."""
 
 import contextlib
 import dataclasses
@@ -10,29 +10,30 @@ from grassy.runs.recipe import DEFAULTS, HINTS, NOT_OF_A_ROW, Recipe
 from grassy.runs.recipe_values import MOST
 from grassy.spelling import nearest
 
-#: The share of a run that was shortened that its warm-up takes at most.
+#: Largest share of a shortened run that its warm-up may take.
 LONGEST_WARMUP = 0.25
-#: As others call them.
+#: Names that other libraries use.
 OPTIMIZER_OPTIONS = ("momentum", "betas", "eps", "nesterov")
 ALIASES = {"learning_rate": "lr", "optimizer": "opt", "scheduler": "sched", "wd": "weight_decay", "bs": "batch_size"}
 
 
 def with_changes(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe with some fields changed; mappings are merged, and "head.k" is the k of the head."""
+    """The recipe with some fields changed. Mappings are merged; "head.k" names the option k of the head."""
     before = dataclasses.asdict(recipe)
     after = schedule_follows(before, merged(before, changes), changes)
     return Recipe(**still_described(before, after, changes))
 
 
 def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with changes: of mappings key by key, but another head, model or optimizer starts with its defaults, to
-    which the options among the changes are added, whatever their order.
+    """Apply changes to settings. Mappings are merged key by key.
+
+    Another head, model or optimizer starts from its own defaults, plus the options among the changes, in any order.
     """
     result = dict(settings)
     for whole, options in (("model", "model_kwargs"), ("opt", "opt_kwargs")):
         if whole in changes and changes[whole] != settings.get(whole, getattr(Recipe, whole)):
             result[options] = {}
-    first = ("head.name", "head")  # options are those of the head that is named
+    first = ("head.name", "head")  # before its options, which belong to the named head
     for key, value in sorted(changes.items(), key=lambda change: first.index(change[0]) if change[0] in first else 2):
         name, dot, part = str(key).partition(".")
         if name not in HINTS:
@@ -50,12 +51,12 @@ def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 
 
 def _meant(name: str, settings: Mapping[str, Any]) -> str:
-    """A phrase to append: what a user may have meant by a field that a recipe does not have."""
+    """A phrase to append to the error for an unknown field: what the user may have meant."""
     if name in ALIASES:
         return f", did you mean {ALIASES[name]!r}?"
     head = settings.get("head")
     kind = head.get("name", "linear") if isinstance(head, Mapping) else "linear"
-    for known in (kind, *HEADS):  # an option of the head, of this one first
+    for known in (kind, *HEADS):  # an option of the recipe's head, or else of another
         with contextlib.suppress(ValueError, TypeError):
             check_head_options(known, [name])
             return f", did you mean 'head.{name}'?"
@@ -65,10 +66,10 @@ def _meant(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def still_described(before: Mapping[str, Any], after: dict[str, Any], given: Container[str]) -> dict[str, Any]:
-    """Settings without the description and the paper's row, unless these are given, if they say something else now."""
+    """Drop the description and the paper's row if the changes make them wrong, unless they are given."""
     settings = ({**DEFAULTS, **each} for each in (before, after))
     old, new = ({name: value for name, value in each.items() if name not in NOT_OF_A_ROW} for each in settings)
-    if old.get("finetune") or old.get("freeze"):  # begins with weights that everyone has to give
+    if old.get("finetune") or old.get("freeze"):  # such a recipe always needs weights from the user
         old.pop("initial_checkpoint"), new.pop("initial_checkpoint")
     same = _as_lists(old) == _as_lists(new)
     return after if same else {k: v for k, v in after.items() if k in given or k not in ("description", "paper")}
@@ -82,8 +83,9 @@ def _as_lists(value: Any) -> Any:
 
 
 def schedule_follows(before: Mapping[str, Any], after: dict[str, Any], given: Container[str]) -> dict[str, Any]:
-    """A run of a tenth of the epochs also decays ten times as early, and another schedule has no milestones. Nor does a
-    warm-up take most of a shortened run.
+    """Scale the milestones with the number of epochs, drop them for another schedule, and limit the warm-up.
+
+    For example, with a tenth of the epochs the learning rate decays ten times as early.
     """
     after = _warmup_follows(before, after, given)
     milestones = after.get("decay_milestones")
@@ -94,7 +96,7 @@ def schedule_follows(before: Mapping[str, Any], after: dict[str, Any], given: Co
     old, new = (settings.get("epochs", Recipe.epochs) for settings in (before, after))
     numbers = [old, new, *milestones] if isinstance(milestones, list | tuple) else [None]
     if old == new or not all(isinstance(value, int) and 0 < value <= MOST["epochs"] for value in numbers):
-        return after  # the same, or wrong: the check says so
+        return after  # unchanged, or invalid, which the check reports
     return {**after, "decay_milestones": tuple(max(1, round(each * new / old)) for each in milestones)}
 
 

@@ -1,6 +1,6 @@
-"""Where recipes come from: a YAML file, of the package or a user's, the bases it names, and what is changed in it.
+"""Load recipes: a YAML file of the package or of a user, its bases, and overrides.
 
-A file names its `base` and says only what differs from it.
+A file names its `base` and states only what differs from it.
 """
 
 import os
@@ -18,7 +18,7 @@ from grassy.spelling import natural_key, nearest
 
 #: The recipe of a run, in its folder.
 ARGS = "args.yaml"
-#: How many bases may stand behind a recipe, one after the other.
+#: Longest allowed chain of bases.
 MOST_BASES = 20
 
 
@@ -29,11 +29,13 @@ def load_recipe(
     preparation: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
     goes_on: bool = False,
 ) -> Recipe:
-    """The recipe of that name, or of a user's file, with `key=value` overrides, and further fields as they are.
+    """Load a recipe by name or from a file, with `key=value` overrides and further fields.
 
-    name: of a recipe of the package, or the path of a YAML file (whose base may be either, too) or of a run's folder.
-    preparation: tells how images are prepared for the weights that settings name, for recipes that leave it to these.
-    goes_on: the run is resumed, and so fetches no weights, whatever it began with.
+    name: a recipe of the package, the path of a YAML file, or the folder of a run.
+    overrides: settings as `key=value` text, parsed as YAML.
+    fields: settings as Python values.
+    preparation: returns the preprocessing of the weights that the settings name, for recipes that use it.
+    goes_on: the run is resumed, so it downloads no weights.
     """
     before = read_settings(name)
     changes: dict[str, Any] = {}
@@ -44,7 +46,7 @@ def load_recipe(
         _add(changes, key.strip(), parse_yaml(value, override))
     settings, said = (merged(merged(start, changes), fields or {}) for start in (before, {}))
     if _fetches(settings) and not (_fetches(said) or goes_on or _is_packaged(name)):
-        raise ValueError(f"{name}: weights are fetched only if you say so yourself: give pretrained=true")
+        raise ValueError(f"{name} would download weights: give pretrained=true to allow it")
     given = {*changes, *(fields or {})}
     if preparation is not None and settings.get("preparation") == "weights":
         settings = {**preparation(settings), **settings}
@@ -52,7 +54,7 @@ def load_recipe(
 
 
 def run_name(name: str | Path) -> str:
-    """What a run of a recipe is called: as the recipe, or as the run whose recipe it is."""
+    """The default name of a run: that of its recipe, or of the run whose recipe it repeats."""
     path = Path(name)
     if path.name == ARGS:
         return path.resolve().parent.name
@@ -60,13 +62,13 @@ def run_name(name: str | Path) -> str:
 
 
 def _fetches(settings: Mapping[str, Any]) -> bool:
-    """Whether timm would fetch weights for the model."""
+    """Whether timm would download weights for the model."""
     options = settings.get("model_kwargs")
     return bool(settings.get("pretrained")) or (isinstance(options, dict) and bool(options.get("pretrained")))
 
 
 def _add(changes: dict[str, Any], key: str, value: Any) -> None:
-    """Another change: the last one counts, and of another head, model or optimizer none of the options before it."""
+    """Add a change. The last one counts; another head, model or optimizer discards earlier options."""
     options = {"model": "model_kwargs", "opt": "opt_kwargs", "head.name": "head"}.get(key)
     again = options is not None and key in changes and changes[key] != value
     parts = [f"{key}.{part}" for part in value] if isinstance(value, dict) else []
@@ -77,7 +79,7 @@ def _add(changes: dict[str, Any], key: str, value: Any) -> None:
 
 
 def read_settings(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What a recipe file and its bases say, field by field."""
+    """The settings of a recipe file and its bases, by field."""
     if len(seen) > MOST_BASES:
         raise ValueError(f"{seen[0]} has a chain of more than {MOST_BASES} bases")
     text, place = _read(name, seen)
@@ -87,11 +89,11 @@ def read_settings(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any
     if not isinstance(own, dict):
         raise ValueError(f"{place} must hold keys and values, not a {type(own).__name__}")
     if Path(place).name == ARGS and own.get("model_ema"):
-        own.setdefault("model_ema_warmup", False)  # a run of a version that had none means what it meant
+        own.setdefault("model_ema_warmup", False)  # versions without this field trained without the warm-up
     base = own.pop("base", None)
     settings = read_settings(_beside(base, place), (*seen, place)) if base else {}
     if base:
-        settings.pop("description", None)  # a description and the paper's row are a file's own
+        settings.pop("description", None)  # a description is not inherited, nor is the paper's row
         settings.pop("paper", None)
     try:
         return schedule_follows(settings, merged(settings, own), own)
@@ -100,7 +102,7 @@ def read_settings(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes in the package; those that are only a base to others begin with an underscore."""
+    """The names of the package's recipes, without those that are only bases (with a leading underscore)."""
     names = [file.name.removesuffix(".yaml") for file in _folder().iterdir() if file.name.endswith(".yaml")]
     return sorted((name for name in names if not name.startswith("_")), key=natural_key)
 
@@ -113,21 +115,21 @@ def _read(name: str | Path, seen: tuple[str, ...]) -> tuple[str, str]:
     if path.is_dir():
         path = path / ARGS
         if not path.is_file():
-            raise ValueError(f"{name} is a folder without {ARGS}, so not that of a run: give the name of a recipe")
+            raise ValueError(f"{name} is a folder without {ARGS}, so it is no run: give the name of a recipe")
     if path.suffix in (".yaml", ".yml"):
-        return read_text(path, MOST_RECIPE), os.path.normpath(path)  # so that a circle of bases meets itself
+        return read_text(path, MOST_RECIPE), os.path.normpath(path)  # normalised, so that circular bases are detected
     of = f" (the base of {seen[-1]})" if seen else ""
     hint = _other_model(str(name)) or nearest(str(name), recipe_names())
     raise ValueError(f"there is no recipe {str(name)!r}{of}{hint}; `grassy recipes` lists them, or give a .yaml file")
 
 
 def _other_model(name: str) -> str:
-    """A phrase to append if a recipe that does not exist is named as another one, but for a model that timm has."""
+    """A phrase to append if the unknown recipe is named like a known one, but with another timm model."""
     model, _, head = name.partition("-")
     base = next((each for each in (f"resnet50-{head}", f"resnet50d-{head}") if head and _is_packaged(each)), None)
     if base is None or not import_timm().is_model(model):
         return ""
-    return f": any recipe takes another model, as in `grassy train {base} model={model}`"
+    return f": any recipe accepts another model, as in `grassy train {base} model={model}`"
 
 
 def _is_packaged(name: str | Path) -> bool:
@@ -135,7 +137,7 @@ def _is_packaged(name: str | Path) -> bool:
 
 
 def _beside(base: Any, place: str) -> str | Path:
-    """A base that is a file is looked for beside the file that names it."""
+    """A base given as a file is relative to the file that names it."""
     if not isinstance(base, str):
         raise TypeError(f"{place}: base must be the name or the file of a recipe, got {base!r}")
     return Path(place).parent / base if base.endswith((".yaml", ".yml")) else base

@@ -1,4 +1,4 @@
-"""What `grassy recipes` prints: all recipes beside what the paper reports for them, or one recipe in full."""
+"""The output of `grassy recipes`: a table of recipes with the paper's results, or one recipe in full."""
 
 import fnmatch
 from collections.abc import Iterable, Sequence
@@ -22,14 +22,14 @@ COLUMNS = {
     "SVM": True,
     "description": False,
 }
-#: Columns that a narrow terminal goes without, the first of them first; before them those that say nothing.
+#: Columns to drop on a narrow terminal, in this order; columns without values are dropped before them.
 DISPENSABLE = ("model", "batch", "epochs", "head", "top-5")
-#: A description is cut to fit, but no further than this.
+#: Smallest width to which a description is cut.
 SHORTEST = 20
 
 
 class RecipeRow(NamedTuple):
-    """One line of the list. The last three numbers are the paper's, or None; `svm` is the mean of six data sets."""
+    """One line of the list. The last three numbers are the paper's, or None; `svm` is the mean of six datasets."""
 
     name: str
     model: str
@@ -42,14 +42,14 @@ class RecipeRow(NamedTuple):
     description: str
 
     def cells(self) -> tuple[str, ...]:
-        # One decimal is what the paper gives for the transfer of transformers.
+        # The paper reports one decimal for the transfer of transformers.
         figures = ((self.top1, 2), (self.top5, 2), (self.svm, 1))
         numbers = ("-" if figure is None else f"{figure:.{decimals}f}" for figure, decimals in figures)
         return (self.name, self.model, self.head, str(self.epochs), str(self.batch_size), *numbers, self.description)
 
 
 def list_recipes(pattern: str = "") -> list[RecipeRow]:
-    """The recipes whose names hold the pattern, or match it as a whole if it has the wildcards * ? [ of a shell."""
+    """The recipes whose names contain the pattern, or match it if it has shell wildcards (* ? [)."""
     names, wanted = recipe_names(), pattern.lower()
     if any(wildcard in wanted for wildcard in "*?["):
         chosen = fnmatch.filter(names, wanted)
@@ -61,9 +61,9 @@ def list_recipes(pattern: str = "") -> list[RecipeRow]:
 
 
 def table(pattern: str = "", console: Any = None) -> str:
-    """The list as text to print: a table as wide as the terminal, or aligned lines where there is none.
+    """The list as text: a table that fits the terminal, or aligned lines without a terminal.
 
-    console: a rich Console to fit, in place of one on stdout.
+    console: a rich Console to fit, instead of one on stdout.
     """
     rows = list_recipes(pattern)
     if console is None:
@@ -74,12 +74,12 @@ def table(pattern: str = "", console: Any = None) -> str:
 
 
 def show(name: str | Path, overrides: Iterable[str] = ()) -> str:
-    """Every setting of one recipe, those of its bases and the defaults included, as a file that loads as the same."""
+    """All settings of one recipe as YAML, with bases and defaults resolved. The text loads as the same recipe."""
     import yaml
 
     if not str(name):
-        raise ValueError("which recipe is to be shown? give its name, as `grassy recipes` lists it")
-    # None for the flow style: lists and mappings without others inside them take one line.
+        raise ValueError("which recipe? give its name, as `grassy recipes` lists it")
+    # default_flow_style=None puts lists and mappings without nested ones on one line.
     text = yaml.safe_dump(
         load_recipe(name, overrides).to_dict(), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
     )
@@ -87,7 +87,7 @@ def show(name: str | Path, overrides: Iterable[str] = ()) -> str:
 
 
 def _of_paper(row: str) -> list[str]:
-    """All that the paper says of a row, as comments."""
+    """The paper's results for a row, as comments."""
     if row not in paper.rows():
         return []
     figures = paper.figures(row)
@@ -104,7 +104,7 @@ def _of_paper(row: str) -> list[str]:
 
 
 def aligned(rows: Sequence[RecipeRow]) -> list[str]:
-    """Lines of text, titles first, with two spaces or more between columns."""
+    """Aligned lines of text, titles first, with at least two spaces between columns."""
     lines = [tuple(COLUMNS), *(row.cells() for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     justify = [str.rjust if is_number else str.ljust for is_number in COLUMNS.values()]
@@ -115,7 +115,7 @@ def aligned(rows: Sequence[RecipeRow]) -> list[str]:
 
 
 def fitted(rows: Sequence[RecipeRow], console: Any) -> str:
-    """A table with as many columns as fit into the console; of these only the description may be cut."""
+    """A table with as many columns as fit the console; only the description may be cut."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -134,13 +134,13 @@ def fitted(rows: Sequence[RecipeRow], console: Any) -> str:
 
 
 def _columns_that_fit(columns: dict[str, Any], width: int) -> tuple[dict[str, Any], int]:
-    """Those for which there is room, and how much of it there is for the description."""
+    """The columns that fit, and the width left for the description."""
     saying_nothing = [title for title, cells in columns.items() if set(cells) == {"-"}]
-    for hidden in ("", "description"):  # it goes only where no other column that could go would make room for it
+    for hidden in ("", "description"):  # the description goes last, if dropping all other columns is not enough
         kept = {title: cells for title, cells in columns.items() if title != hidden}
         for dispensable in (*saying_nothing, *DISPENSABLE, ""):
             others = sum(max(map(len, (title, *kept[title]))) for title in kept if title != "description")
-            room = width - others - 3 * len(kept) + 1  # what lies around and between the columns
+            room = width - others - 3 * len(kept) + 1  # minus borders and gaps
             if room >= (SHORTEST if "description" in kept else 0):
                 return kept, room
             kept.pop(dispensable, None)
@@ -163,6 +163,6 @@ def _row(name: str, recipe: Recipe) -> RecipeRow:
 
 
 def _head(recipe: Recipe) -> str:
-    """The head's name, with the dimension of its subspaces if it has them."""
+    """The name of the head, with its subspace dimension if it has one."""
     k = recipe.head.get("k")
     return recipe.head["name"] + ("" if k is None else f" k={k}")

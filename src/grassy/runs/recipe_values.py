@@ -1,4 +1,4 @@
-"""Types and values that the settings of a recipe may have."""
+"""The types and values that recipe settings may have."""
 
 import math
 import re
@@ -30,8 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "interpolation": INTERPOLATIONS,
 }
 
-#: What the name of a timm reader begins with. timm itself takes any other name for a folder of images, in which it
-#: would find no splits.
+#: Prefixes of timm readers. timm would take any other name for a folder of images, and find no splits in it.
 READERS = ("torch/", "hfds/", "hfids/", "tfds/", "wds/")
 
 POSITIVE: tuple[str, ...] = ("epochs", "batch_size", "grad_accum_steps", "img_size", "aug_repeats", "val_interval")
@@ -49,7 +48,7 @@ NONNEGATIVE: tuple[str, ...] = (
 NONNEGATIVE += ("mixup", "cutmix", "color_jitter", "seed", "val_seed", "checkpoint_interval")
 PROBABILITIES = ("hflip", "reprob", "smoothing", "drop_path", "mixup_prob", "mixup_switch_prob")
 FACTORS = ("layer_decay", "decay_rate", "k_share")
-#: Beyond this a value is a slip of the hand, and would take memory or time without end.
+#: Upper limits: a larger value is a typing error that would exhaust memory or time.
 MOST: dict[str, int] = {
     **dict.fromkeys(("epochs", "val_interval", "warmup_epochs", "aug_repeats"), 10**6),
     **dict.fromkeys(("batch_size", "val_batch_size", "grad_accum_steps"), 2**24),
@@ -63,7 +62,7 @@ MOST_AUGMENTATION = 1000
 
 
 def check_values(recipe: "Recipe") -> None:
-    """Raise a ValueError that names the first setting with a value that it cannot have."""
+    """Raise a ValueError that names the first setting with an invalid value."""
     given = {name: value for name, value in vars(recipe).items() if value is not None}
 
     def require(names: Iterable[str], holds: Callable[[Any], bool], what: str) -> None:
@@ -99,7 +98,7 @@ def check_values(recipe: "Recipe") -> None:
     )
     for name in ("device", "dtype"):
         if name in recipe.head:
-            raise ValueError(f"head.{name} is not to be set: the head is where the model is, and as precise")
+            raise ValueError(f"head.{name} cannot be set: the head has the device and dtype of the model")
     if recipe.batch_size % recipe.grad_accum_steps:
         raise ValueError(f"batch_size {recipe.batch_size} is not divisible by {recipe.grad_accum_steps} accumulations")
     if recipe.warmup_epochs >= recipe.epochs and recipe.warmup_epochs:
@@ -108,36 +107,36 @@ def check_values(recipe: "Recipe") -> None:
             "without"
         )
     if recipe.shard_head == "true" and recipe.mixes:
-        raise ValueError("shard_head=true goes with labels only: mixup and cutmix must be 0")
+        raise ValueError("shard_head=true does not support soft labels: mixup and cutmix must be 0")
     if recipe.fsdp and recipe.model_ema:
-        raise ValueError("fsdp=true cannot be averaged: model_ema must be false")
+        raise ValueError("fsdp=true does not support averaging: model_ema must be false")
     if recipe.sched != "step" and recipe.decay_milestones:
         raise ValueError(f"decay_milestones are for sched step, not {recipe.sched}")
     if recipe.smoothing and recipe.loss.startswith("bce") and not recipe.mixes:
-        raise ValueError("smoothing goes with bce only where mixup or cutmix make soft targets")
+        raise ValueError("smoothing with bce requires mixup or cutmix, which make soft targets")
 
 
 def _is_modest(policy: str) -> bool:
-    """Whether the numbers in the name of an augmentation are of a size that timm would finish with."""
+    """Whether the numbers in an augmentation policy are small enough for timm to finish."""
     numbers = [float(found) for found in re.findall(r"\d+(?:\.\d*)?", policy[:1000])]
     layers = [int(found) for found in re.findall(r"-n(\d{1,9})", policy)]
     return len(policy) <= 200 and max(numbers, default=0) <= MOST_AUGMENTATION and max(layers, default=0) <= 100
 
 
 def check_dataset(name: str) -> None:
-    """Raise a ValueError for what is neither a reader of timm nor "digits" nor "", for files."""
+    """Raise a ValueError unless the name is a timm reader, "digits" or "" (files)."""
     if name in ("", "digits") or any(name.startswith(reader) and name != reader for reader in READERS):
         return
     hint = nearest(name, ["digits"]) or nearest(name.partition("/")[0] + "/", READERS)
     readers = ", ".join(f"{reader}NAME" for reader in READERS)
     raise ValueError(
-        f"dataset must be a reader of timm ({readers}), digits, or empty for folders, tars and .npz files in "
+        f"dataset must be a timm reader ({readers}), digits, or empty for folders, tars and .npz files in "
         f"--data-dir, got {name!r}{hint}"
     )
 
 
 def check_head_settings(name: Any, **options: Any) -> None:
-    """Raise a ValueError or TypeError for a head or an option that does not exist, or a value that it cannot have."""
+    """Raise a ValueError or TypeError for an unknown head or option, or an invalid value."""
     if not isinstance(name, str):
         raise TypeError(f"the name of a head must be a string, got {name!r}")
     check_head_options(name, options)
@@ -145,25 +144,25 @@ def check_head_settings(name: Any, **options: Any) -> None:
     dims = dims if isinstance(dims, list) else [dims]
     sizes = [dim for dim in dims if isinstance(dim, int)]
     if len(sizes) == len(dims) > 2:
-        options = {**options, "k": [min(dims), max(dims)]}  # of many classes these two can be wrong
-    # The head itself knows what it takes. On the device "meta" it needs no memory and draws no random numbers.
+        options = {**options, "k": [min(dims), max(dims)]}  # only the extremes can be wrong
+    # The head checks its own options. On the device "meta" it needs no memory and draws no random numbers.
     try:
         create_head(name, max(64, *sizes, 0) + 1, min(len(dims), 2), **options, device="meta")
     except (ValueError, TypeError) as error:
         raise type(error)(f"head {name!r} with {options}: {error}") from None
-    except (RuntimeError, OverflowError) as error:  # sizes that no tensor can have
+    except (RuntimeError, OverflowError) as error:  # sizes beyond those of any tensor
         raise ValueError(f"head {name!r} with {options}: {str(error).splitlines()[0]}") from None
 
 
 def typed_value(name: str, value: Any, hint: Any) -> Any:
-    """The value as the type of the field, or a TypeError that names the field."""
+    """Convert a value to the type of its field; a TypeError names the field."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and type(None) in options:
         return None
     kind = next(option for option in options if option is not type(None))
     origin = typing.get_origin(kind) or kind
     if value is None and origin is str:
-        return ""  # what YAML makes of nothing, as in `dataset=`
+        return ""  # YAML parses nothing as None, as in `dataset=`
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(typed_value(name, item, typing.get_args(kind)[0]) for item in value)
     if origin is float and not isinstance(value, bool):
@@ -177,7 +176,7 @@ def typed_value(name: str, value: Any, hint: Any) -> Any:
         return value
     elif origin in (bool, str, dict) and isinstance(value, origin):
         return dict(value) if origin is dict else value
-    elif name in ("torchcompile", "amp") and isinstance(value, bool):  # YAML takes on and off for booleans
+    elif name in ("torchcompile", "amp") and isinstance(value, bool):  # YAML parses on and off as booleans
         return ("on" if value else "off") if name == "torchcompile" else ("auto" if value else "off")
     words = {tuple: "a list of numbers", float: "a number", int: "an integer", bool: "true or false"}
     allowed = words.get(origin, {str: "a string", dict: "a mapping"}.get(origin, str(origin)))

@@ -1,18 +1,18 @@
-"""YAML as recipes have it: plain values, each key once, aliases that do not grow without end."""
+"""YAML for recipes: plain values, no repeated keys, and a bound on the expansion of aliases."""
 
 import functools
 import re
 from collections.abc import Hashable
 from typing import Any
 
-#: How many values the aliases of a text may stand for. Those that are written out need no bound but the file's size.
+#: Largest number of values that aliases may expand to. Values written out are bounded by the file's size.
 MOST_VALUES = 10_000
 MOST_DEPTH = 30
 
 
 def parse_yaml(text: str, place: str) -> Any:
-    """What a text of YAML says, or a ValueError that begins with its place."""
-    import yaml  # an extra
+    """Parse YAML text; a ValueError starts with `place`."""
+    import yaml  # belongs to an extra
 
     try:
         loader = _loader()(text)
@@ -29,7 +29,7 @@ def parse_yaml(text: str, place: str) -> Any:
 
 
 def _written_out(node: Any, known: dict[int, int], depth: int) -> tuple[int, int]:
-    """How many values a node stands for with all aliases written out, and how many of them are due to aliases.
+    """The number of values of a node with all aliases expanded, and how many of them come from aliases.
 
     Nesting or aliases beyond the bounds raise a ValueError.
     """
@@ -38,7 +38,7 @@ def _written_out(node: Any, known: dict[int, int], depth: int) -> tuple[int, int
     if id(node) in known:
         count = known[id(node)]
         if count == 0:
-            raise ValueError("an alias stands for what it is part of")
+            raise ValueError("an alias refers to a value that contains it")
         return count, count
     known[id(node)] = 0  # under way
     count, repeated = 1, 0
@@ -48,7 +48,7 @@ def _written_out(node: Any, known: dict[int, int], depth: int) -> tuple[int, int
             more, more_repeated = _written_out(part, known, depth + 1)
             count, repeated = count + more, repeated + more_repeated
         if repeated > MOST_VALUES:
-            raise ValueError(f"its aliases stand for more than {MOST_VALUES:,} values")
+            raise ValueError(f"its aliases expand to more than {MOST_VALUES:,} values")
     known[id(node)] = count
     return count, repeated
 
@@ -58,14 +58,14 @@ def _loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """1e-3, without a point, is a number as in YAML 1.2, not PyYAML's string; a key that comes twice is wrong."""
+        """Reads 1e-3 as a number, as in YAML 1.2 (PyYAML reads a string), and refuses repeated keys."""
 
         def __init__(self, stream: Any) -> None:
             super().__init__(stream)
             self.checked: set[Any] = set()
 
         def flatten_mapping(self, node: Any) -> None:
-            if node not in self.checked:  # afterwards it also has the keys of those merged into it
+            if node not in self.checked:  # afterwards it also holds the merged keys
                 self.checked.add(node)
                 self.check_keys(node)
             super().flatten_mapping(node)
@@ -75,7 +75,7 @@ def _loader() -> Any:
             seen: set[Any] = set()
             for key in (self.construct_object(key, deep=True) for key in own):
                 if not isinstance(key, Hashable):
-                    continue  # which PyYAML itself refuses
+                    continue  # PyYAML itself refuses it
                 if key in seen:
                     raise ValueError(f"the key {key!r} comes twice")
                 seen.add(key)

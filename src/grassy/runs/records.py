@@ -1,4 +1,4 @@
-"""The records of a run beside its weights: args.yaml, environment.json, summary.csv and TensorBoard's curves."""
+"""The records of a run: args.yaml, environment.json, summary.csv and TensorBoard curves."""
 
 import contextlib
 import csv
@@ -20,32 +20,33 @@ from grassy.runs.recipe import Recipe
 from grassy.runs.schema import MOST_ANALYSIS, MOST_CLASSES, MOST_DESCRIPTION, fail, list_of, parse_json, read_text, text
 
 ARGS, ENVIRONMENT, SUMMARY, CURVES = "args.yaml", "environment.json", "summary.csv", "tensorboard"
-#: Which images a run holds out, if it split them itself.
+#: The images that a run holds out, if it split the data itself.
 SPLIT = "split.json"
 COLUMNS: tuple[str, ...] = ("epoch", "train_loss", "eval_loss", "eval_top1", "eval_top5", "lr", "head_lr", "seconds")
-COLUMNS += ("eval_effective_rank",)  # of subspaces
-COLUMNS += ("input_share",)  # of the seconds: those in which the run waited for images
+COLUMNS += ("eval_effective_rank",)  # only with subspaces
+COLUMNS += ("input_share",)  # share of the time spent waiting for images
 
 
 def save_settings(folder: Path, recipe: Recipe, data_dir: Path | None, world_size: int, device: torch.device) -> None:
-    """The resolved recipe as args.yaml, which is a recipe itself, and what it runs on as environment.json.
+    """Write the resolved recipe as args.yaml, which is itself a recipe, and the hardware and versions as
+    environment.json.
 
-    A run that is resumed keeps under `earlier` what it ran on before.
+    A resumed run keeps its earlier environments under `earlier`.
     """
     import yaml
 
     settings = yaml.safe_dump(recipe.to_dict(), sort_keys=False, allow_unicode=True)
     write_atomically(folder / ARGS, lambda file: file.write(settings.encode()))
-    place = None if data_dir is None else str(data_dir.absolute())  # later commands find the images there
+    place = None if data_dir is None else str(data_dir.absolute())  # where later commands find the images
     facts = {**environment(device), "data_dir": place, "processes": world_size}
-    with contextlib.suppress(OSError, ValueError):  # none yet, or one that somebody has edited
+    with contextlib.suppress(OSError, ValueError):  # missing, or edited by hand
         before = json.loads((folder / ENVIRONMENT).read_text())
         facts["earlier"] = [*before.pop("earlier", []), before]
     write_atomically(folder / ENVIRONMENT, lambda file: file.write(json.dumps(facts, indent=1).encode()))
 
 
 def remembered_data_dir(folder: Path) -> Path | None:
-    """Where the run in a folder had its data; None if it had none, or if nobody knows."""
+    """The data folder of a run; None if it had none or did not record it."""
     with contextlib.suppress(OSError, ValueError):
         facts = parse_json(read_text(folder / ENVIRONMENT, MOST_DESCRIPTION))
         if isinstance(facts, dict) and isinstance(facts.get("data_dir"), str):
@@ -54,18 +55,18 @@ def remembered_data_dir(folder: Path) -> Path | None:
 
 
 def data_is_gone(data_dir: Path, so: str = "") -> str:
-    """What to tell the user of the folder that a run remembers, if it is not there; `so` says what follows."""
+    """The message for a data folder that no longer exists; `so` states the consequence."""
     return f"the run's data folder {data_dir} is gone{so}; if it moved, give --data-dir"
 
 
 def save_split(folder: Path, recipe: Recipe, held_out: Sequence[str]) -> None:
-    """Which images the run validates on, by their paths in its data: later commands take exactly these."""
+    """Record the held-out images by their paths in the data, so that later commands use exactly these."""
     content = {"val_fraction": recipe.val_fraction, "val_seed": recipe.val_seed, "validation": list(held_out)}
     write_atomically(folder / SPLIT, lambda file: file.write(json.dumps(content, indent=0).encode()))
 
 
 def read_split(folder: Path) -> list[str] | None:
-    """What `save_split` wrote; None if there is no such file."""
+    """The paths that `save_split` wrote; None if there is no such file."""
     if not (folder / SPLIT).is_file():
         return None
     try:
@@ -79,7 +80,7 @@ def read_split(folder: Path) -> list[str] | None:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, hardware, the commit of the code, and the time."""
+    """Versions, hardware, the commit of the code and the time."""
     versions = {"grassy": __version__, "torch": torch.__version__, "python": platform.python_version()}
     with contextlib.suppress(metadata.PackageNotFoundError):
         versions["timm"] = metadata.version("timm")
@@ -91,7 +92,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of grassy's source, with a mark if it has been changed since; None for an installed package."""
+    """The commit of grassy's source, marked if files have changed since; None for an installed package."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *words]
@@ -99,14 +100,17 @@ def _commit() -> str | None:
 
     try:
         if not git("ls-files", Path(__file__).name):
-            return None  # a repository, but not that of grassy
+            return None  # another repository than grassy's
         return git("rev-parse", "HEAD") + ("-changed" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def save_summary(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """One row an epoch, under timm's names. Written anew each time: a resumed run must not repeat a row."""
+    """Write one row per epoch, with timm's column names. `epoch` counts from 0, as in timm; training prints it from 1.
+
+    The whole file is rewritten each time, so that a resumed run repeats no row.
+    """
     table = io.StringIO()
     writer = csv.DictWriter(table, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()

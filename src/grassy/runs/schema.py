@@ -1,6 +1,6 @@
-"""What is read from files, checked in one place: regular files of bounded size, and values of known types and bounds.
+"""Checks of everything that is read from files: regular files of bounded size, values of known types and bounds.
 
-A file may say anything. What it says comes out of here as plain, bounded values, or as one ValueError.
+Files are untrusted. Their contents leave this module as plain, bounded values, or as one ValueError.
 """
 
 import json
@@ -11,18 +11,18 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
-#: Of a recipe, of a description or a summary, and of an analysis, which holds the angles of all pairs of classes.
+#: Largest sizes in bytes: a recipe; a description or summary; an analysis, which holds the angles of all pairs.
 MOST_RECIPE, MOST_DESCRIPTION, MOST_ANALYSIS = 2**20, 2**26, 2**30
 MOST_CLASSES = 10**8
-MOST_PIXELS = 4096  # of a side of an image that a model takes
-LEAST_CROP = 0.1  # an image is resized to the size of the crop divided by this, at most
-MOST_CROP = 2  # beyond 1 the image gets a margin, as with some models of timm (1.15)
+MOST_PIXELS = 4096  # side of a model's input image
+LEAST_CROP = 0.1  # bounds the size to which an image is resized: the crop's size divided by crop_pct
+MOST_CROP = 2  # beyond 1 the image gets a margin, as in some timm models (1.15)
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
-#: Options of timm that say where weights come from, not what a model is.
+#: timm options about the source of weights rather than the architecture.
 OTHER_SOURCES = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
-DEPTH = 4  # of lists and mappings within the options of a head, a model or an optimizer
+DEPTH = 4  # nesting of lists and mappings in the options of a head, model or optimizer
 
 Check = Callable[[str, Any], Any]
 
@@ -31,7 +31,7 @@ Check = Callable[[str, Any], Any]
 
 
 def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
-    """A file to read from. What is not a regular file, such as a FIFO, which would block, raises a ValueError."""
+    """Open a file for reading. Anything but a regular file raises a ValueError: a FIFO, for example, would block."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -40,7 +40,7 @@ def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
 
 
 def read_text(path: str | os.PathLike[str], most: int) -> str:
-    """The text of a regular file of at most so many bytes, in UTF-8."""
+    """The UTF-8 text of a regular file of at most `most` bytes."""
     with open_regular(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -52,7 +52,7 @@ def read_text(path: str | os.PathLike[str], most: int) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """What a text of JSON says; every way in which it can be wrong is a ValueError."""
+    """Parse JSON text; any error is a ValueError."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -118,7 +118,7 @@ def or_none(check: Check) -> Check:
 
 
 def options(largest: float, most: int, depth: int = DEPTH, longest: int = 10_000) -> Check:
-    """A mapping of plain values: numbers up to `largest`, strings up to `longest`, lists and mappings up to `most`."""
+    """A mapping of plain values: numbers up to `largest`, strings up to `longest`, at most `most` entries."""
     check_integer, check_number = integer(-int(largest), int(largest)), number(-largest, largest)
     check_text, check_key = text(longest), text(200)
 
@@ -149,11 +149,11 @@ def options(largest: float, most: int, depth: int = DEPTH, longest: int = 10_000
 
 
 def check_model_kwargs(name: str, value: Any) -> dict[str, Any]:
-    """Options of an architecture: sizes and rates, never a place to fetch weights from."""
+    """Options of an architecture: sizes and rates, never a source of weights."""
     found = options(2**16, most=1000)("model_kwargs", value)
     if wrong := next((key for key in found if key in OTHER_SOURCES), None):
         raise ValueError(
-            f"model_kwargs.{wrong} is not accepted: it says where weights come from, for which there is "
+            f"model_kwargs.{wrong} is not accepted: it names a source of weights, for which there is "
             "--initial-checkpoint"
         )
     if not isinstance(found.get("pretrained", False), bool):
@@ -162,13 +162,13 @@ def check_model_kwargs(name: str, value: Any) -> dict[str, Any]:
 
 
 def check_head(name: str, value: Any) -> dict[str, Any]:
-    """The name of a head and its options; the head itself knows more about them."""
+    """The name and options of a head, as plain values; the head itself checks them further."""
     found = options(1e6, most=MOST_CLASSES)(name, value)
     text(100)("head.name", found.get("name"))
     return found
 
 
-#: All settings of a recipe. `Recipe` itself knows more about them, but whatever it takes, a file can hold.
+#: All settings of a recipe, as plain values. `Recipe` checks them further; all that it accepts can be saved.
 check_recipe = options(sys.float_info.max, most=MOST_CLASSES, depth=1 + DEPTH, longest=MOST_RECIPE)
 
 
@@ -186,7 +186,7 @@ def _metrics(name: str, value: Any) -> dict[str, float]:
         raise fail(name, "a mapping to numbers that a float can hold", value) from None
 
 
-#: What a file of weights says about its model (`Description`), field by field.
+#: The fields of a `Description` in a file of weights.
 DESCRIPTION: dict[str, Check] = {
     "model": text(200),
     "num_classes": integer(1, MOST_CLASSES),
@@ -208,7 +208,7 @@ DESCRIPTION: dict[str, Check] = {
 
 
 def check_description(values: Any) -> dict[str, Any]:
-    """The known fields of a description, with their types and within their bounds; a ValueError names what is not."""
+    """The known fields of a description, checked for type and bounds; a ValueError names an invalid field."""
     if not isinstance(values, dict):
         raise fail("the description", "a mapping", values)
     for name in ("model", "num_classes", "head"):
@@ -218,7 +218,7 @@ def check_description(values: Any) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Plain values for JSON, which has no NaN and no infinity: None in their place."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The state that a run resumes from: `resume.pt`, read with `weights_only=True`, so that loading never runs code."""
+"""The state to resume a run from: `resume.pt`, read with `weights_only=True`, so that loading never runs code."""
 
 import hashlib
 import os
@@ -13,20 +13,20 @@ from grassy.atomic import write_atomically
 from grassy.distributed.saves import newest
 
 STATE = "resume.pt"
-#: A folder in its place, if weights are divided over processes: the saves of `grassy.distributed.saves`.
+#: The folder that replaces it if weights are sharded over processes: the saves of `grassy.distributed.saves`.
 SAVES = "resume"
-#: Begins the last bytes of a state; its SHA-256 follows, in hexadecimal digits. torch.load does not look at them.
+#: Marks the end of a state, followed by its SHA-256 in hexadecimal digits. torch.load ignores these bytes.
 SEAL = b"grassy-sha256:"
 
 
 def save_state(state: Mapping[str, Any], path: Path) -> None:
-    """Write tensors, numbers and strings in dicts and lists, whole or not at all."""
+    """Write tensors, numbers and strings in dicts and lists atomically."""
 
     def write(file: IO[bytes]) -> None:
         hashed = _Hashed(file)
         try:
-            torch.save(dict(state), hashed)  # type: ignore[arg-type]  # all it needs is write
-        except RuntimeError as error:  # what torch makes of a write that failed, among others
+            torch.save(dict(state), hashed)  # type: ignore[arg-type]  # torch.save only calls write
+        except RuntimeError as error:  # torch raises it for a failed write, among others
             raise hashed.error or error from None
         file.write(SEAL + hashed.digest.hexdigest().encode())
 
@@ -34,7 +34,7 @@ def save_state(state: Mapping[str, Any], path: Path) -> None:
 
 
 class _Hashed:
-    """A file that is being written, and the digest of what is in it."""
+    """A file being written, with the digest of its contents."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.digest = file, hashlib.sha256()
@@ -70,7 +70,7 @@ def _check_seal(path: Path) -> None:
 
 
 def read_torch(path: Path) -> dict[str, Any]:
-    """What torch.save wrote, without unpickling anything but tensors and plain values."""
+    """Read a torch.save file without unpickling anything but tensors and plain values."""
     _check_seal(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -81,14 +81,14 @@ def read_torch(path: Path) -> dict[str, Any]:
         ) from None
     except (FileNotFoundError, PermissionError):
         raise
-    except Exception as error:  # at bytes that are no such file torch raises all sorts of things
+    except Exception as error:  # torch may raise anything for other bytes
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{path} is not a whole file of torch.save: {reason}") from None
+        raise ValueError(f"{path} is not a complete torch.save file: {reason}") from None
     if not isinstance(state, dict):
         raise ValueError(f"{path} does not hold a dict")
     return state
 
 
 def state_in(folder: Path) -> Path | None:
-    """What a run in a folder would resume from: its `resume.pt`, the last of its saves, or nothing."""
+    """The state that a run in a folder would resume from: its `resume.pt` or its last save; None without one."""
     return folder / STATE if (folder / STATE).exists() else newest(folder / SAVES)

@@ -1,4 +1,4 @@
-"""Files of weights with a description from which the model is rebuilt. Loading never runs code out of a file."""
+"""Files of weights with a description from which the model is rebuilt. Loading never runs code from a file."""
 
 import contextlib
 import dataclasses
@@ -23,10 +23,10 @@ from grassy.runs.schema import check_description, parse_json
 from grassy.runs.state import SAVES, STATE, read_torch
 
 BEST, LAST = "model_best.safetensors", "last.safetensors"
-#: A folder in the place of the best weights, if they are divided over processes. The last ones are in the state's.
+#: The folder that replaces the best weights if they are sharded over processes. The last weights are in `SAVES`.
 BEST_SAVES = "model_best"
 
-#: Fields of a description that have another name in the config of timm.
+#: Fields of a description that have another name in timm's config.
 CALLED_IN_CONFIG = {
     **{"model": "architecture", "head": hub.HEAD, "model_kwargs": "model_args"},
     **{"class_names": "label_names", "img_size": "input_size"},
@@ -35,7 +35,7 @@ CALLED_IN_CONFIG = {
 
 @dataclass(frozen=True)
 class Description:
-    """What a file of weights says about its model: enough to build it, and to prepare images for it."""
+    """The description of a model in its file of weights: how to build it and how to preprocess images."""
 
     model: str
     num_classes: int
@@ -51,15 +51,15 @@ class Description:
     epoch: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     version: str = ""
-    #: An image whose outlier score is above this is flagged; so are `outlier_rate` of the validation images.
+    #: Images with a higher outlier score are flagged; `outlier_rate` of the validation images are.
     outlier_threshold: float | None = None
     outlier_rate: float | None = None
 
 
 def save_weights(weights: nn.Module | Mapping[str, Tensor], description: Description, path: Path) -> None:
-    """Write the weights of a model, or its state_dict, with its description, whole or not at all.
+    """Write the weights of a model, or its state_dict, with its description, atomically.
 
-    A description that could not be read again raises a ValueError.
+    A description that could not be loaded raises a ValueError.
     """
     state = weights.state_dict() if isinstance(weights, nn.Module) else weights
     if isinstance(weights, nn.Module):
@@ -72,7 +72,7 @@ def save_weights(weights: nn.Module | Mapping[str, Tensor], description: Descrip
 
 
 def with_number_for_gamma(description: Description, model: nn.Module) -> Description:
-    """The description with the number that "auto" stands for in a model: it is the same in every version."""
+    """Replace gamma="auto" in the description by the model's value, which no later version can change."""
     heads = [module for module in model.modules() if isinstance(module, GrassmannHead)]
     if not heads or description.head.get("gamma") != "auto":
         return description
@@ -80,14 +80,14 @@ def with_number_for_gamma(description: Description, model: nn.Module) -> Descrip
 
 
 def description_text(description: Description) -> str:
-    """The description as JSON; a ValueError names a field that could not be read again."""
+    """The description as JSON; a ValueError names a field that could not be loaded."""
     text = json.dumps(dataclasses.asdict(description), default=_plain)
     check_description(parse_json(text))
     return text
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of NumPy, arrays, tensors and ranges as Python's own: options of a head may be all of them."""
+    """Convert NumPy scalars, arrays, tensors and ranges, which head options may be, to plain Python values."""
     if isinstance(value, range):
         return list(value)
     if hasattr(value, "tolist"):
@@ -104,7 +104,7 @@ def read_description(path: Path) -> Description:
             text = (file.metadata() or {}).get("grassy")
     config = hub.read_config(path.parent) if path.name == hub.WEIGHTS else None
     if not isinstance(text, str) and config is None:
-        raise ValueError(f"{path} says nothing about its model: it was not written by grassy train or grassy.save")
+        raise ValueError(f"{path} does not describe its model: it was not written by grassy train or grassy.save")
     try:
         fields = check_description(parse_json(text) if text is not None else hub.timm_description(config or {}))
     except ValueError as error:
@@ -115,7 +115,7 @@ def read_description(path: Path) -> Description:
 
 
 def _check_that_they_agree(fields: Mapping[str, Any], config: dict[str, Any], path: Path) -> None:
-    """Raise a ValueError if the config beside a file of weights was changed: which of both is right, nobody knows."""
+    """Raise a ValueError if the config beside a file of weights differs from the description in it."""
     file = path.with_name(hub.CONFIG)
     try:
         others = check_description(hub.timm_description(config))
@@ -126,14 +126,14 @@ def _check_that_they_agree(fields: Mapping[str, Any], config: dict[str, Any], pa
     if name := next((name for name in others if others[name] != own[name]), None):
         called = CALLED_IN_CONFIG.get(name, name)
         raise ValueError(
-            f"{file} and the description in {path.name} have different values of {called}: change both, by grassy.save"
+            f"{file} and the description in {path.name} have different values of {called}: change both with grassy.save"
         )
 
 
 def weights_file(path: Path) -> Path:
-    """The file itself, the best (else the last) weights in the folder of a run, or those of a folder of the hub.
+    """The file itself; in the folder of a run its best, else its last weights; or the weights of a Hub folder.
 
-    Of weights that are divided over processes it is the folder of a save.
+    For weights sharded over processes it is the folder of a save.
     """
     path = hub.local_folder(path)
     if path.is_dir():
@@ -144,7 +144,7 @@ def weights_file(path: Path) -> Path:
                 return path / name
         if (config := hub.read_config(path)) is not None:
             if hub.is_of_transformers(config):
-                raise ValueError(f"{path} holds a model of transformers: use grassy.load, the commands take timm's")
+                raise ValueError(f"{path} holds a transformers model: use grassy.load; the commands accept timm models")
             return path / hub.WEIGHTS
         for folder in (path / BEST_SAVES, path / SAVES, path):
             if (save := newest(folder)) is not None:
@@ -161,14 +161,14 @@ def weights_file(path: Path) -> Path:
 
 
 def _hint_at_hub(path: Path) -> str:
-    """A phrase for a path that may be meant as the name of a repository: `user/name`, and no folder `user`."""
+    """A phrase to append for a path that may be a repository: `user/name`, where no folder `user` exists."""
     if path.is_absolute() or len(path.parts) != 2 or path.parent.exists() or path.parts[0] == os.pardir:
         return ""
     return f"; for a Hugging Face Hub repository that grassy wrote, give {hub.REMOTE}{path.as_posix()}"
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Tensors by name, from safetensors or from a file of torch.save that holds nothing but tensors."""
+    """Tensors by name, from safetensors or from a torch.save file that holds only tensors."""
     path = weights_file(path)
     if path.is_dir():
         return _read_whole(path)
@@ -184,12 +184,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def evaluated_kind(saved: Saved) -> str:
-    """What the names of the weights that were validated begin with: those of the average, if there is one."""
+    """The prefix of the validated weights in a save: "average" if there is an average, else "model"."""
     return "average" if any(name.startswith("average.") for name in saved.tensors) else "model"
 
 
 def _read_whole(save: Path) -> dict[str, Tensor]:
-    """The whole weights of a save, in the memory of this process."""
+    """All weights of a save, gathered in this process."""
     saved = open_state(save, alone=True)
     kind = evaluated_kind(saved)
     sizes = [
@@ -213,5 +213,5 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except SafetensorError as error:
         if path.suffix != ".safetensors":
-            raise ValueError(f"{path} is not a .safetensors file, which alone holds what a model is made of") from None
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+            raise ValueError(f"{path} is not a .safetensors file: no other format describes its model") from None
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from None
