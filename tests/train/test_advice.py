@@ -44,9 +44,9 @@ def test_an_effective_rank_near_one_is_advised_of_unless_k_is_one_or_images_are_
 def test_a_run_that_only_guesses_says_so_at_its_end(tmp_path, capsys):
     train(tiny_recipe(lr=0.0, head_lr=0.0, epochs=2, head={"name": "linear"}), tiny_arrays(tmp_path), tmp_path / "run")
     told = capsys.readouterr().err
-    assert told.count("is what guessing among 3 classes gives") == 1
+    assert told.count("images is not clearly above chance (33.33)") == 1
 
 
 def test_a_gamma_far_from_the_rule_is_said_on_both_sides(tmp_path, capsys):
     train(tiny_recipe(epochs=1, **{"head.gamma": 1.0}), tiny_arrays(tmp_path), tmp_path / "run")
-    assert "gamma 1 is little for 3 classes" in capsys.readouterr().err
+    assert "gamma 1 is small for 3 classes" in capsys.readouterr().err

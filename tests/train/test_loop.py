@@ -210,7 +210,12 @@ def test_a_terminal_sees_a_bar_and_a_file_sees_lines(tmp_path):
     assert first.startswith("vit_tiny_patch16_224 with head grassmann")
     epochs = [line.split(":")[0] for line in lines if line.startswith("epoch ")]
     assert epochs == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
-    assert plain.stdout.startswith("best top-1")
+    rows = list(csv.DictReader((tmp_path / "again" / "summary.csv").open()))
+    best = max(rows, key=lambda row: (float(row["eval_top1"]), -float(row["eval_loss"])))
+    assert [row["epoch"] for row in rows] == ["0", "1", "2"]  # as in timm; the lines count from 1, and so does this one
+    said = f"best top-1 {float(best['eval_top1']):.2f} after epoch {int(best['epoch']) + 1}; weights, records"
+    assert plain.stdout.startswith(said)
+    assert plain.stdout.endswith("(summary.csv counts epochs from 0)\n")
 
 
 def test_the_file_of_the_best_weights_describes_the_epoch_that_they_are_from(tmp_path):
@@ -229,7 +234,7 @@ def test_an_average_that_will_not_leave_its_beginning_is_said_so(tmp_path, capsy
     average = {"model_ema": True, "model_ema_warmup": False, "epochs": 1}
     train(tiny_recipe(**average), data, tmp_path / "slow")
     told = capsys.readouterr().err
-    assert "the average of the weights will still be 100% what training begins with" in told
+    assert "the average of the weights will still hold 100% of the initial weights" in told
     assert "model_ema_warmup=true forgets them" in told
     train(tiny_recipe(**average, model_ema_decay=0.1), data, tmp_path / "fast")
     assert "the average of the weights" not in capsys.readouterr().err
@@ -264,10 +269,10 @@ def test_what_is_worth_knowing_of_a_model_is_said(tmp_path, capsys):
     data, small = tiny_arrays(tmp_path / "data"), {"epochs": 1, "head": {"name": "grassmann", "k": 2, "gamma": 25.0}}
     train(tiny_recipe(**small), data, tmp_path / "run")
     rule = recommended_gamma(3, 2, weights(tmp_path / "run")["head.weight"].shape[-1])
-    assert f"gamma 25 is much for 3 classes: head.gamma=auto would take {rule:g}\n" in capsys.readouterr().err
+    assert f"gamma 25 is large for 3 classes: head.gamma=auto would use {rule:g}\n" in capsys.readouterr().err
     long = {"standardize": True, "normalize": False}  # then a factor of what is longer than 1 already
     train(tiny_recipe(**small | {"head": small["head"] | long}), data, tmp_path / "long")
-    assert "gamma 25 is much for 3 classes: head.gamma=auto would take " in capsys.readouterr().err
+    assert "gamma 25 is large for 3 classes: head.gamma=auto would use " in capsys.readouterr().err
     train(tiny_recipe(**small | {"head": small["head"] | {"normalize": False}}), data, tmp_path / "free")
     assert "gamma 25 multiplies features that keep their length" in capsys.readouterr().err
     start = str(tmp_path / "run" / "last.safetensors")
@@ -278,8 +283,8 @@ def test_what_is_worth_knowing_of_a_model_is_said(tmp_path, capsys):
     ):
         train(tiny_recipe(initial_checkpoint=start, **small), images, tmp_path / images.name / "run")
         said = capsys.readouterr().err
-        assert f"begins with {start}: {taken}" in said
-        assert "is much for" not in said
+        assert f"starts from {start}: {taken}" in said
+        assert "is large for" not in said
 
 
 def test_one_class_is_refused_unless_more_are_to_come(tmp_path):

@@ -59,7 +59,7 @@ def test_a_signal_to_all_processes_in_any_order_stops_and_saves_the_run(tmp_path
         time.sleep(draw.choice([0, 0.01, 0.1]))
     _, errors = running.communicate(timeout=PATIENCE)
     assert running.returncode == 128 + number, errors
-    assert "and saved; --resume auto goes on" in errors
+    assert "and saved; --resume auto resumes the run" in errors
     assert "Traceback" not in errors
     assert read_torch(tmp_path / "run" / STATE)["progress"]["stopped_by"] == number
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
@@ -104,7 +104,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_one_sentence_and_the_checkpoi
     _, errors = running.communicate(timeout=PATIENCE)
     assert running.returncode == 1, errors
     last = errors.strip().splitlines()[-1]
-    assert "a process that prepares images has died" in last
+    assert "a process that loads images has died" in last
     assert f"the last good checkpoint is {tmp_path / 'run' / STATE}" in last
     assert "Traceback" not in errors
     after = read_torch(tmp_path / "run" / STATE)["progress"]

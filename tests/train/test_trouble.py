@@ -113,7 +113,7 @@ def test_a_validation_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatc
 def test_subspaces_that_are_asked_to_turn_too_far_are_told_of(tmp_path, capsys):
     data = tiny_arrays(tmp_path / "data")
     train(tiny_recipe(epochs=1, head_lr=1e7), data, tmp_path / "run")
-    assert "turns of classes were cut to 64 radians: head_lr is far too large" in capsys.readouterr().err
+    assert "rotations of classes were capped at 64 radians: head_lr is far too large" in capsys.readouterr().err
     train(tiny_recipe(epochs=1), data, tmp_path / "usual")
     assert "radians" not in capsys.readouterr().err
 
@@ -196,7 +196,7 @@ def test_a_pipe_that_a_dead_worker_leaves_behind_is_explained_and_other_lost_con
     receiver, sender = multiprocessing.Pipe()
     sender.close()
     with (
-        pytest.raises(TrainingStopped, match=r"a process that prepares images has died .*there is no checkpoint yet"),
+        pytest.raises(TrainingStopped, match=r"a process that loads images has died .*there is no checkpoint yet"),
         trouble_explained(tiny_recipe(), process, tmp_path),
     ):
         receiver.recv()

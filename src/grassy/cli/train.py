@@ -5,9 +5,12 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grassy.cli.parser import Commands, add_command, add_device, fail
+
+if TYPE_CHECKING:
+    from grassy.train.run import Position
 
 #: The learning rate from random weights, as a multiple of that from pretrained ones. For the recipe `finetune` it gives
 #: 1e-3, as torchvision's recipe of ConvNeXt and torch's default for AdamW have it.
@@ -110,8 +113,12 @@ def run(args: argparse.Namespace) -> int:
     except TrainingStopped as error:
         return fail(str(error), args, code=1)
     if state.stopped_by is None and int(os.environ.get("RANK", 0)) == 0 and output.exists():
-        best = f"best top-1 {state.best:.2f}" if math.isfinite(state.best) else "no top-1 was measured"
-        print(f"{best}; weights, records and curves are in {output}")
+        best = (
+            f"best top-1 {state.best:.2f}{_after_epoch(state)}"
+            if math.isfinite(state.best)
+            else "no top-1 was measured"
+        )
+        print(f"{best}; weights, records and curves are in {output} (summary.csv counts epochs from 0)")
     return 0 if state.stopped_by is None else 128 + state.stopped_by  # as in a shell
 
 
@@ -124,6 +131,13 @@ def _settings_from_scratch(name: str, given: Sequence[str]) -> dict[str, Any]:
     if not recipe.get("pretrained") or not isinstance(lr, float) or "lr" in given or "opt" in given:
         return {"pretrained": False}
     return {"pretrained": False, "lr": float(f"{LR_FROM_SCRATCH * lr:.6g}")}
+
+
+def _after_epoch(state: "Position") -> str:
+    """A phrase that names the epoch of the best weights, counted from 1 as in the lines of training."""
+    best = {"eval_top1": state.best, "eval_loss": state.best_loss}
+    found = [row["epoch"] for row in state.rows if all(row.get(name) == value for name, value in best.items())]
+    return f" after epoch {found[0] + 1}" if found else ""
 
 
 def _folder_to_resume(args: argparse.Namespace) -> Path | None:

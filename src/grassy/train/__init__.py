@@ -1,1 +1,1 @@
-"""What `grassy train` does: the loop, its update, schedule, checkpoints and reports."""
+"""Training runs: the loop, one update, the schedule, checkpoints and reports."""

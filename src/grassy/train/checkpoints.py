@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what is in them, when they are written, and how a run goes on from one."""
+"""The checkpoints of a run: their contents, when they are written, and how a run resumes from one."""
 
 import contextlib
 import dataclasses
@@ -25,12 +25,12 @@ from grassy.train.dividing import is_divided
 from grassy.train.run import Run
 from grassy.train.trouble import is_of_another_process, stop_if_not_finite
 
-#: What has a place of its own in a description, beside the metrics.
+#: Columns that a description stores outside its metrics.
 APART = ("epoch", "outlier_threshold")
 
 
 def run_of(state: Path) -> Path:
-    """The folder of the run that a state belongs to: a file in it, or the folder of a save two levels below."""
+    """The run folder of a state, which is a file in it or a save two levels below."""
     return state.parent.parent if state.is_dir() else state.parent
 
 
@@ -41,24 +41,24 @@ class Checkpoints:
     run: Run
     folder: RunFolder
     restored_from: Path | None = None  # a folder
-    best: tuple[dict[str, Tensor], Description] | None = None  # weights that are still to be written
+    best: tuple[dict[str, Tensor], Description] | None = None  # weights not yet written
     saved_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.saved_at = time.monotonic()
 
     def is_due(self) -> bool:
-        """Whether the recipe's interval between two checkpoints is over, by the clock of the main process."""
+        """Whether the recipe's checkpoint interval has passed, by the clock of the main process."""
         return self.run.process.is_main and time.monotonic() - self.saved_at >= self.run.recipe.checkpoint_interval
 
     @property
     def divided(self) -> bool:
-        """Whether all processes save, each its part of the weights. A run that has begun so goes on so."""
+        """Whether each process saves its own shard of the weights. A run never changes this."""
         return is_divided(self.run.trained.model) or newest(self.folder.path / SAVES) is not None
 
     def save(self) -> None:
-        """Write the last weights, and the best if they are new, and what a run goes on from."""
-        stop_if_not_finite(self.run)  # a checkpoint is always a good one
+        """Write the last weights, new best weights if there are any, and the state to resume from."""
+        stop_if_not_finite(self.run)  # checkpoints hold finite weights only
         if self.divided:
             self._save_divided()
             self.saved_at = time.monotonic()
@@ -86,7 +86,7 @@ class Checkpoints:
                 self.best = {name: tensor.cpu().clone() for name, tensor in weights.items()}, self.description()
 
     def _own_state(self) -> dict[str, Any]:
-        """What differs between the processes of a run: sum and number of their losses, and their batch statistics."""
+        """The state that differs between processes: the sum and number of losses, and batch statistics."""
         buffers = [distributed.floating_buffers(model) for model in self.run.trained.copies]
         return {
             "losses": self.run.step.losses.cpu(),
@@ -94,7 +94,7 @@ class Checkpoints:
         }
 
     def _save_divided(self) -> None:
-        """The same, by all processes; what only one of them knows is a row of its own."""
+        """The same, by all processes. State that differs between them is stored as one row per process."""
         trained, own = self.run.trained, self._own_tensors()
         own = {name: tensor.clone() for name, tensor in own.items()}
         losses = distributed.summed(self.run.step.losses.clone()) / self.run.process.world_size
@@ -109,7 +109,7 @@ class Checkpoints:
             save_state(self.folder.path / SAVES, trained.model, trained.optimizer, plain, average=average, own=own)
 
     def _own_tensors(self) -> dict[str, Tensor]:
-        """What differs between the processes, by name: see `_own_state`."""
+        """The tensors that differ between processes, by name: see `_own_state`."""
         models = {f"{number}": model for number, model in enumerate(self.run.trained.copies)}
         buffers = {
             f"{number}.{name}": buffer
@@ -122,12 +122,12 @@ class Checkpoints:
         return self.folder.first_save() if self.run.process.is_main else contextlib.nullcontext()
 
     def _plain_state(self) -> dict[str, Any]:
-        """What a run goes on from, as far as JSON can hold it."""
+        """The part of the state that JSON can hold."""
         run, trained = self.run, self.run.trained
         return {
             "grassy": __version__,
             "recipe": run.recipe.to_dict(),
-            "head": trained.head,  # with a number for "auto", which another version may take for another
+            "head": trained.head,  # with the value of "auto", which another version may choose differently
             "updates": run.position.updates_per_epoch,
             "images": self._images(),
             "class_names": None if run.data.class_names is None else list(run.data.class_names),
@@ -136,7 +136,7 @@ class Checkpoints:
         }
 
     def state_dict(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        """What a run goes on from; `ranks` has the own state of every process."""
+        """The state to resume from; `ranks` holds the own state of every process."""
         trained = self.run.trained
         state = {
             **self._plain_state(),
@@ -148,9 +148,9 @@ class Checkpoints:
         return state if len(ranks) == 1 else {**state, "ranks": ranks}
 
     def restore(self, path: Path) -> Run:
-        """Go on from a saved state; a ValueError if it belongs to another run.
+        """Restore a saved state; a ValueError if it belongs to another run.
 
-        Returns the run, with the recipe that it goes on with.
+        Returns the run, with the recipe that it continues with.
         """
         run, trained, divided = self.run, self.run.trained, path.is_dir()
         if is_divided(trained.model) and not divided:
@@ -194,7 +194,7 @@ class Checkpoints:
         return run
 
     def _averaged_as_before(self, before: dict[str, Any]) -> Run:
-        """The run, without a warm-up of its average if it has had none: earlier versions knew none."""
+        """The run, without the warm-up of its average if an earlier version started it without one."""
         run = self.run
         if before.get("model_ema_warmup", False):
             return run
@@ -204,7 +204,7 @@ class Checkpoints:
         return dataclasses.replace(run, recipe=with_changes(run.recipe, {"model_ema_warmup": False}))
 
     def _check_images(self, before: int | None, path: Path) -> None:
-        """Raise a ValueError for other training images, if an image that was held out may be among them."""
+        """Raise a ValueError for other training images, if a held-out image may be among them."""
         gone, images = self.run.data.gone, self._images()
         if gone and before is not None and before != images:
             raise ValueError(
@@ -223,7 +223,7 @@ class Checkpoints:
         self.restored_from = run_of(path)
 
     def description(self) -> Description:
-        """What is written beside weights, with the metrics of the last row."""
+        """The description of the weights, with the metrics of the last row."""
         recipe = self.run.recipe
         row = self.run.position.rows[-1] if self.run.position.rows else {}
         same = ("model", "model_kwargs", "crop_pct", "interpolation", "mean", "std")
@@ -242,6 +242,6 @@ class Checkpoints:
         )
 
     def _images(self) -> int | None:
-        """Images to train on; of a stream it is not known."""
+        """The number of training images; None for a stream."""
         loader = self.run.data.train
         return None if isinstance(loader, StreamLoader) else loader.batches.length

@@ -1,4 +1,4 @@
-"""What is worth watching while subspaces are trained: how orthonormal they are, how far they turn, what they cost."""
+"""Diagnostics of subspaces in training: orthonormality, rotation angle per update, and cost."""
 
 import copy
 import math
@@ -20,9 +20,9 @@ from grassy.subspaces import named_subspaces
 
 @torch.no_grad()
 def after_an_update(model: nn.Module, optimizer: JointOptimizer) -> dict[str, float]:
-    """Scalars about the weights and the last update; `turn` is the largest angle, in degrees, of a class.
+    """Scalars about the weights and the last update; `turn` is the largest rotation angle of a class, in degrees.
 
-    Of what is divided over processes they tell the part of this one: only one process asks.
+    For sharded weights they cover this process's shard, since only one process asks.
     """
     subspaces = {name: weight for name, weight in named_subspaces(model) if weight.requires_grad}
     scalars = {}
@@ -41,19 +41,19 @@ def after_an_update(model: nn.Module, optimizer: JointOptimizer) -> dict[str, fl
 
 
 def trouble_of_an_epoch(before: tuple[int, int], after: tuple[int, int], max_angle: float | None) -> list[str]:
-    """What to say if classes were asked to turn too far, or had gradients that are not finite; from counts of both."""
+    """Messages about rotations that were capped and gradients that were not finite, from the counts of both."""
     capped, skipped = (new - old for new, old in zip(after, before, strict=True))
     lines = []
     if capped > 0 and max_angle is None:
-        lines.append(f"{capped:,} turns of classes were cut to 64 radians: head_lr is far too large")
+        lines.append(f"{capped:,} rotations of classes were capped at 64 radians: head_lr is far too large")
     if skipped > 0:
-        lines.append(f"{skipped:,} times a class was left alone: its gradient was not finite")
+        lines.append(f"{skipped:,} updates of a class were skipped: its gradient was not finite")
     return lines
 
 
 @torch.no_grad()
 def largest_turn(optimizer: JointOptimizer) -> float:
-    """The largest angle, in degrees, by which the last step turned a direction of a class: lr · σ_max(H).
+    """The largest rotation angle of a class in the last step, in degrees: lr · σ_max(H).
 
     It is never more than `max_angle`.
     """
@@ -68,16 +68,18 @@ def largest_turn(optimizer: JointOptimizer) -> float:
                 tangent = tangent.to(p.dtype)
                 with exact_products(tangent):
                     energies = tangent @ tangent.mT
-                finite = energies.isfinite().all(-1).all(-1)[..., None, None]  # other classes do not move
+                finite = (
+                    energies.isfinite().all(-1).all(-1)[..., None, None]
+                )  # classes with other gradients do not move
                 speed = torch.linalg.eigvalsh(energies.where(finite, 0))[..., -1].amax().clamp_min(0).sqrt()
                 turns.append(min(float(group["lr"] * speed), group["max_angle"] or math.inf))
     return float(torch.tensor(max(turns)).rad2deg())
 
 
 def head_seconds(model: nn.Module, batch: int, amp_dtype: torch.dtype | None, rounds: int = 10) -> float:
-    """How long the forward and backward pass of the model's heads and their step take for a batch of random features.
+    """Seconds for forward, backward and step of the model's heads, for a batch of random features.
 
-    Measured on copies. On a GPU the work is replayed as a graph, so that the time is the device's, not the host's.
+    It measures copies. On a GPU it replays a CUDA graph, so the time is the device's, not the host's.
     """
     total = 0.0
     for original in heads_of(model):

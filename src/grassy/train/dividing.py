@@ -1,4 +1,4 @@
-"""What of a model is divided over the processes of a run: the classes of its head, and the rest of it."""
+"""Which parts of a model are sharded over the processes of a run: the classes of its head, and the backbone."""
 
 import math
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from grassy.models import create_model
 from grassy.runs.recipe import Recipe
 from grassy.shards import is_distributed
 
-#: Bytes of a weight from which on its classes are divided over several processes, unless the recipe says.
+#: Size of a head's weight in bytes from which its classes are sharded, unless the recipe decides.
 MUCH = 256e6
-#: No model of timm has wider features.
+#: Largest feature dimension of any timm model.
 WIDEST = 2**13
 
 
 @dataclass(frozen=True)
 class Division:
-    """Whether head and backbone are divided; without a mesh neither is."""
+    """Whether head and backbone are sharded; without a mesh neither is."""
 
     mesh: DeviceMesh | None
     head: bool
@@ -34,29 +34,29 @@ class Division:
 
     @property
     def of_head(self) -> Callable[[nn.Module], object] | None:
-        """What creates the head of a model, each process its classes; None if all have all of them."""
+        """A function that creates a sharded head in a model; None if the head is not sharded."""
         if self.mesh is None or not self.head:
             return None
         return lambda model: shard_head(model, self.mesh, seed=self.seed)  # type: ignore[arg-type]
 
     def wrapped(self, model: nn.Module) -> nn.Module:
-        """The model for training: DDP around it, unless it is divided itself."""
+        """The model for training, wrapped in DDP unless it is sharded."""
         if self.mesh is None or self.backbone:
             return model
-        # Each process keeps the batch statistics of its own images; validation and checkpoints take their mean.
+        # Each process keeps the batch statistics of its own images; validation and checkpoints use their mean.
         return wrap(model, self.mesh, broadcast_buffers=False)
 
     def divide_backbone(self, model: nn.Module) -> None:
-        """Divide all but the head, in place. The optimizer has to be made afterwards."""
+        """Shard everything but the head, in place. Create the optimizer afterwards."""
         if self.mesh is not None and self.backbone:
             wrap(model, self.mesh, fsdp=True)
 
 
 def division_of(recipe: Recipe, num_classes: int, process: Process, resumed_from: Path | None = None) -> Division:
-    """What a recipe asks for, as far as there are several processes to divide by.
+    """The sharding that a recipe asks for, if there are several processes.
 
-    resumed_from: a file holds whole weights, as one process saves them. A run that goes on from it keeps its head whole
-        unless the recipe insists.
+    resumed_from: a file holds unsharded weights, as one process saves them. A run resumed from it keeps its head whole
+        unless the recipe sets shard_head=true.
     """
     if process.world_size == 1:
         return Division(None, False, False, recipe.seed)
@@ -68,7 +68,7 @@ def division_of(recipe: Recipe, num_classes: int, process: Process, resumed_from
 
 
 def is_divided(model: nn.Module) -> bool:
-    """Whether a process holds but a part of some weights."""
+    """Whether a process holds only a shard of some weights."""
     return any(is_distributed(p) for p in model.parameters())
 
 

@@ -1,7 +1,7 @@
-"""How much of its time a run waits for its input, and what its user can do about it.
+"""The share of its time that a run waits for its input, and advice about it.
 
-On a GPU the host only queues the work on a batch. If the GPU is the slower one, the host waits for a place in that
-queue; if the input is, the host waits for the next batch. So the host's clock tells the two apart.
+On a GPU the host only queues the work on a batch. If the GPU is slower, the host waits for a free slot in that
+queue. If the input is slower, the host waits for the next batch. So the host's clock distinguishes the two.
 """
 
 import importlib.util
@@ -13,20 +13,20 @@ from grassy.data.loader import WorkerLoader, processors
 from grassy.data.run_data import Data
 from grassy.runs.recipe import Recipe
 
-#: The share of the time from which on a run says that it waits.
+#: The share of waiting from which a run reports it.
 MUCH = 0.1
 Item = TypeVar("Item")
 
 
 class InputWait:
-    """Seconds that the loop waited for batches since the epoch began, beside all its seconds."""
+    """The seconds that the loop waited for batches since the epoch began, and all its seconds."""
 
     def __init__(self) -> None:
         self.waited = self.seconds = 0.0
-        self._started = False  # whether worker processes, if there are any, have delivered
+        self._started = False  # whether the workers, if any, have delivered a batch
 
     def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
-        """The same batches. The first one of a run is not waited for in the sense of this file: workers start."""
+        """The same batches, timed. The first batch of a run does not count, since workers start then."""
         self.waited = self.seconds = 0.0
         iterator = iter(batches)
         while True:
@@ -48,17 +48,17 @@ class InputWait:
 
 
 def advice(share: float, recipe: Recipe, data: Data) -> str | None:
-    """What to say of an epoch that waited for its input, or None if it did not wait for long."""
+    """Advice for an epoch that waited for its input; None if it did not wait for long."""
     if share <= MUCH or not isinstance(data.train, WorkerLoader):
         return None
     waits = f"the run waits for its input {share:.0%} of the time"
     cores = processors()
     if recipe.workers < cores:
-        return f"{waits}: try workers={cores}, one for each processor that it may use"
+        return f"{waits}: try workers={cores}, one per available CPU core"
     if importlib.util.find_spec("simplejpeg") is None:
-        return f"{waits}: `pip install simplejpeg` makes JPEG files faster to decode"
+        return f"{waits}: `pip install simplejpeg` speeds up JPEG decoding"
     size = recipe.img_size
     return (
-        f"{waits}: {cores} processors cannot prepare images faster; files reduced once to about {2 * size} pixels are "
+        f"{waits}: {cores} CPU cores cannot load images faster; files resized once to about {2 * size} pixels are "
         "faster to decode"
     )

@@ -1,4 +1,4 @@
-"""The training loop, for one process or for many."""
+"""The training loop, for one process or several."""
 
 import math
 import time
@@ -22,10 +22,10 @@ from grassy.train.trouble import TrainingStopped, last_good, stop_if_not_finite,
 
 __all__ = ["Position", "TrainingStopped", "train"]
 
-#: How often several processes tell each other whether to stop or to save, in updates.
+#: Updates between two exchanges in which processes agree whether to stop or save.
 AGREE_EVERY = 10
-#: The last run of several processes. Freed while threads of gloo still let go of tensors, DDP's reducer would wait for
-#: them with the GIL that they wait for, and the process would hang after a good run.
+#: The last run of several processes, kept alive. If it were freed while threads of gloo still release tensors, DDP's
+#: reducer would wait for them while holding the GIL that they need, and the process would hang after a good run.
 _LAST_RUN: list[Run] = []
 
 
@@ -38,12 +38,12 @@ def train(
     quiet: bool = False,
     timeout: float = distributed.TIMEOUT,
 ) -> Position:
-    """Train what the recipe says on the images in `data_dir`; checkpoints and records go to the folder `output`.
+    """Train a recipe on the images in `data_dir`, and write checkpoints and records to the folder `output`.
 
-    resume: "" begins a run, "auto" goes on with the one in `output` if there is one, a path with that one.
-    timeout: seconds that a process of several waits for the others before it stops and names those that are silent.
+    resume: "" starts a run; "auto" resumes the run in `output` if there is one; a path resumes that run.
+    timeout: seconds that a process waits for the others before it stops and names those that do not answer.
 
-    Ctrl-C and SIGTERM finish the update, save and return; `stopped_by` then is the signal's number.
+    On Ctrl-C or SIGTERM it finishes the update, saves and returns; `stopped_by` is then the signal's number.
     """
     with (
         distributed.joined(device, timeout) as process,
@@ -62,7 +62,7 @@ def train(
 
 
 def train_epochs(run: Run, steps: Steps, checkpoints: Checkpoints, reporter: Reporter) -> None:
-    """Train from where the run is to its last epoch, or until a signal comes."""
+    """Train from the current position to the last epoch, or until a signal arrives."""
     recipe, trained, position = run.recipe, run.trained, run.position
     with reporter.progress, told_to_stop(run.process.is_main) as told:
         reporter.introduce()
@@ -85,16 +85,16 @@ def train_epochs(run: Run, steps: Steps, checkpoints: Checkpoints, reporter: Rep
                         checkpoints.save()
                     begin = time.monotonic() - position.seconds
                 if stop:
-                    reporter.say(f"stopped after update {position.done} and saved; --resume auto goes on")
+                    reporter.say(f"stopped after update {position.done} and saved; --resume auto resumes the run")
                     return
             finish_epoch(run, checkpoints, reporter, begin)
     checkpoints.save()
 
 
 def look(run: Run, checkpoints: Checkpoints, reporter: Reporter, told: Callable[[], int]) -> tuple[int, int]:
-    """The signal to stop, or 0, and whether to save now. On the way: is the loss finite, what is there to report?
+    """The signal to stop, or 0, and whether to save now. It also checks that the loss is finite, and reports progress.
 
-    A GPU is asked only now and then, since it has to be waited for, and other processes at agreed moments only.
+    It reads from a GPU only now and then, since that waits for the GPU, and from other processes at agreed updates.
     """
     device = run.process.device
     due = reporter.progress.is_due()
@@ -111,9 +111,9 @@ def look(run: Run, checkpoints: Checkpoints, reporter: Reporter, told: Callable[
 
 
 def finish_epoch(run: Run, checkpoints: Checkpoints, reporter: Reporter, begin: float) -> None:
-    """Validate, write the records, and save if it is time. `begin`: when the updates of the epoch began."""
+    """Validate, write the records, and save if it is time. begin: when the updates of the epoch started."""
     recipe, step, position = run.recipe, run.step, run.position
-    stop_if_not_finite(run)  # waits for the device, so the time is right
+    stop_if_not_finite(run)  # waits for the device, so the measured time is correct
     position.seconds = time.monotonic() - begin
     step.losses.copy_(distributed.summed(step.losses))
     reporter.report()
@@ -140,10 +140,10 @@ def finish_epoch(run: Run, checkpoints: Checkpoints, reporter: Reporter, begin: 
 
 
 def validate(run: Run) -> tuple[Metrics, list[Failure]]:
-    """Metrics of the weights that are saved, on the images of all processes, and those that could not be read.
+    """Metrics of the weights to save, on the images of all processes, and the images that could not be read.
 
-    All processes get the metrics of the main one. If each validates all images, rounding may differ between them, but
-    they must decide alike whether to save the weights.
+    All processes get the metrics of the main process. If each validates all images, rounding may differ between them,
+    but they must agree on whether to save the weights.
     """
     recipe, data, device, model = run.recipe, run.data, run.process.device, run.trained.evaluated
     prepare = Preparation(recipe.mean, recipe.std, device, recipe.channels_last)

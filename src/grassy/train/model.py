@@ -15,9 +15,9 @@ from grassy.runs.recipe import Recipe
 from grassy.runs.weights import read_description, read_weights, weights_file
 from grassy.train.pretrained import fetching_weights
 
-#: A gamma of so many times what the rule of thumb says is worth a word, and so is one of so small a part of it.
+#: Warn about a gamma this many times larger or smaller than the rule of thumb.
 MUCH, LITTLE = 1.25, 0.5
-#: And such a factor of features of any length, too.
+#: Warn about a factor this large if features are not normalised.
 LONG = 5.0
 
 
@@ -27,10 +27,10 @@ def build_model(
     say: Callable[[str], None] = lambda _: None,
     divide: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module:
-    """The model of a recipe with fresh weights, or those of its `initial_checkpoint`.
+    """The model of a recipe with random weights, or those of its `initial_checkpoint`.
 
-    say: is called with what is worth knowing.
-    divide: creates the head of a model, in which it is on the meta device, each process its classes.
+    say: called with each message to the user.
+    divide: creates a sharded head in a model whose head is on the meta device.
     """
     if num_classes < 2:
         raise ValueError(
@@ -41,7 +41,7 @@ def build_model(
     with fetching_weights(recipe.model) if options.get("pretrained") else contextlib.nullcontext():
         model = create_model(recipe.model, num_classes, recipe.head, options, recipe.k_share, on_meta)
     if options.get("pretrained"):
-        say(f"begins with the weights that timm has for {recipe.model}; its classifier is new")
+        say(f"starts from timm's pretrained weights for {recipe.model}; the classifier is new")
     if divide is not None:
         divide(model)
     _check_image_size(model, recipe)
@@ -49,7 +49,7 @@ def build_model(
         _remove_dropout_before_head(model, recipe.model)
     if recipe.initial_checkpoint:
         loaded = start_from(model, Path(recipe.initial_checkpoint), recipe.model)
-        say(f"begins with {recipe.initial_checkpoint}: {loaded}")
+        say(f"starts from {recipe.initial_checkpoint}: {loaded}")
     if recipe.freeze:
         freeze_all_but_head(model)
     for head in heads_of(model) if divide is None else ():
@@ -58,7 +58,7 @@ def build_model(
 
 
 def _check_gamma(head: Head, say: Callable[[str], None]) -> None:
-    """The paper's gamma is for 1,000 classes; with few of them it makes a network confident too early."""
+    """Warn about an unsuitable gamma. The paper's is for 1,000 classes; for few classes it is too large."""
     if not isinstance(head, GrassmannHead):
         return
     options = {"normalize": head.normalize, "standardize": head.batch_norm is not None}
@@ -66,16 +66,16 @@ def _check_gamma(head: Head, say: Callable[[str], None]) -> None:
     if rule is None and head.initial_gamma > LONG:
         say(f"gamma {head.initial_gamma:g} multiplies features that keep their length, since normalize is false; try 1")
     if rule is not None and head.initial_gamma > MUCH * rule:
-        say(f"gamma {head.initial_gamma:g} is much for {head.num_classes} classes: head.gamma=auto would take {rule:g}")
+        say(f"gamma {head.initial_gamma:g} is large for {head.num_classes} classes: head.gamma=auto would use {rule:g}")
     if rule is not None and head.initial_gamma < LITTLE * rule:
         say(
-            f"gamma {head.initial_gamma:g} is little for {head.num_classes} classes, none of which gets a high "
-            f"probability by it: head.gamma=auto would take {rule:g}"
+            f"gamma {head.initial_gamma:g} is small for {head.num_classes} classes, so no class can get a high "
+            f"probability: head.gamma=auto would use {rule:g}"
         )
 
 
 def _check_image_size(model: nn.Module, recipe: Recipe) -> None:
-    """Transformers are built for one size of images, which timm has to be told."""
+    """Raise a ValueError if a transformer is built for another image size than the recipe's."""
     patches = getattr(model, "patch_embed", None)
     expected = getattr(patches, "img_size", None) if getattr(patches, "strict_img_size", False) else None
     if expected is None:
@@ -83,7 +83,7 @@ def _check_image_size(model: nn.Module, recipe: Recipe) -> None:
     if tuple(expected) != (recipe.img_size, recipe.img_size):
         raise ValueError(
             f"{recipe.model} takes images of {expected[0]} pixels, but img_size is {recipe.img_size}: change one, or "
-            f"say model_kwargs.img_size={recipe.img_size} too"
+            f"give model_kwargs.img_size={recipe.img_size} too"
         )
     if recipe.test_size not in (None, recipe.img_size):
         raise ValueError(
@@ -93,14 +93,14 @@ def _check_image_size(model: nn.Module, recipe: Recipe) -> None:
 
 
 def freeze_all_but_head(model: nn.Module) -> None:
-    """Train nothing but the head. Its features must not move either: see `training_mode`."""
+    """Freeze everything but the head. Its features must stay fixed too: see `training_mode`."""
     trained = {id(p) for head in heads_of(model) for p in head.parameters()}
     for p in model.parameters():
         p.requires_grad_(id(p) in trained)
 
 
 def training_mode(model: nn.Module, frozen: bool) -> None:
-    """`model.train()`; of a frozen model only the head: its features must not depend on batch statistics or dropout."""
+    """`model.train()`, or only the head's if frozen: features must not depend on batch statistics or dropout."""
     model.train(not frozen)
     if frozen:
         for head in heads_of(model):
@@ -108,15 +108,15 @@ def training_mode(model: nn.Module, frozen: bool) -> None:
 
 
 def start_from(model: nn.Module, path: Path, name: str = "") -> str:
-    """Load weights into all of the model but a classifier of another kind or size, which keeps its fresh ones.
+    """Load weights into the model, except a classifier of another kind or size, which keeps its random weights.
 
-    name: of the model, as timm calls it.
+    name: timm's name of the model.
 
-    Returns in words what was loaded. Of a classifier with another gamma the weights are: it is trained on with its own.
+    Returns a phrase that describes what was loaded. A classifier with another gamma is loaded, but keeps its own gamma.
     """
     weights = read_weights(path)
     own = model.state_dict()
-    saved_options, own_options = options_in(weights), options_in(own)  # of heads; older files have none
+    saved_options, own_options = options_in(weights), options_in(own)  # options of heads; older files have none
     weights, own = _without_options(weights), _without_options(own)
     prefixes = {name for name, module in model.named_modules() if isinstance(module, Head)}
     in_head = {key for key in own if any(key.startswith(f"{prefix}.") for prefix in prefixes)}
@@ -127,8 +127,8 @@ def start_from(model: nn.Module, path: Path, name: str = "") -> str:
             f"{path} does not fit the model: {len(missing)} of {len(own)} tensors are missing or of another shape, "
             f"{missing[0]!r} first{_other_model(path, name)}"
         )
-    # Of a head all or nothing: a bias alone would be worse than a fresh start, and so would subspaces without the
-    # statistics that their features were standardised by.
+    # A head is loaded completely or not at all: a bias alone would be worse than random weights, and so would subspaces
+    # without the statistics that standardise their features.
     unknown = {key for key in weights.keys() - own.keys() if any(key.startswith(f"{prefix}.") for prefix in prefixes)}
     other_kind = any(saved["head"] != own_options.get(prefix, saved)["head"] for prefix, saved in saved_options.items())
     if other := bool(unknown or in_head - fits.keys() or other_kind):
@@ -145,7 +145,7 @@ def _without_options(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _other_model(path: Path, name: str) -> str:
-    """A phrase to append if a file of weights says that it is of another model."""
+    """A phrase to append if a file of weights describes another model."""
     with contextlib.suppress(ValueError, OSError):
         about = read_description(weights_file(path))
         if about.model != name:
@@ -163,7 +163,7 @@ def _model_options(recipe: Recipe) -> dict[str, Any]:
 
 
 def _remove_dropout_before_head(model: nn.Module, name: str) -> None:
-    """Set the dropout that timm's models have between their last features and the classifier to 0."""
+    """Set timm's dropout between the features and the classifier to 0."""
     owners = [model, getattr(model, "head", None)]
     for owner in owners:
         for attribute in ("head_drop", "drop"):

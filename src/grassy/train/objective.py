@@ -1,4 +1,4 @@
-"""The optimizer and the criterion that a recipe asks for, and whether its model is compiled."""
+"""The optimizer and criterion of a recipe, and whether its model is compiled."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from grassy.optim import make_optimizer
 from grassy.optim.joint import JointOptimizer
 from grassy.runs.recipe import Recipe
 
-#: Optimizers of torch whose step is one kernel on a GPU and can be captured in a graph.
+#: torch optimizers whose step is one kernel on a GPU and can be captured in a CUDA graph.
 FUSED = ("sgd", "adam", "adamw")
 
 
 def build_optimizer(recipe: Recipe, model: nn.Module, device: torch.device, captured: bool = False) -> JointOptimizer:
-    """The one optimizer of a recipe, for a model with or without subspaces."""
+    """The optimizer of a recipe, for a model with or without subspaces."""
     options: dict[str, Any] = {"momentum": 0.9} if recipe.opt in ("sgd", "momentum", "nesterov") else {}
     options |= recipe.opt_kwargs
     if device.type == "cuda" and recipe.opt in FUSED:
@@ -23,14 +23,14 @@ def build_optimizer(recipe: Recipe, model: nn.Module, device: torch.device, capt
         if captured and recipe.opt != "sgd":
             options.setdefault("capturable", True)
     for name, value in options.items():
-        if isinstance(value, list):  # YAML has no tuples; betas must be one
+        if isinstance(value, list):  # YAML has no tuples, but betas must be one
             options[name] = tuple(value)
     on_manifold = any(head.subspace_names for head in model.modules() if hasattr(head, "subspace_names"))
     return make_optimizer(
         model,
         recipe.opt,
         recipe.lr,
-        recipe.head_lr if on_manifold else None,  # one recipe can serve as the base of another, without subspaces
+        recipe.head_lr if on_manifold else None,  # a recipe without subspaces may inherit head_lr from its base
         recipe.head_momentum,
         retraction=recipe.retraction,  # type: ignore[arg-type]
         transport=recipe.transport,  # type: ignore[arg-type]
@@ -45,7 +45,7 @@ def build_optimizer(recipe: Recipe, model: nn.Module, device: torch.device, capt
 def build_criterion(recipe: Recipe) -> nn.Module:
     if recipe.loss in ("bce", "bce-sum"):
         return create_criterion("bce", reduction="sum" if recipe.loss == "bce-sum" else "mean")
-    # Mixing has smoothed the targets already.
+    # Mixup and cutmix have already smoothed the targets.
     if recipe.smoothing and not recipe.mixes:
         return create_criterion("label-smoothing", smoothing=recipe.smoothing)
     return create_criterion("cross-entropy")

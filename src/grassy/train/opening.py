@@ -1,4 +1,4 @@
-"""Puts a run together from its recipe, or as it was saved."""
+"""Open a run: build it from its recipe, or restore it from a saved state."""
 
 import contextlib
 import dataclasses
@@ -42,19 +42,19 @@ from grassy.train.training_step import (
 def opened_run(
     recipe: Recipe, data_dir: Path | None, output: Path, resume: str, process: Process, quiet: bool = False
 ) -> Iterator[tuple[Run, Steps, Checkpoints, Reporter]]:
-    """A run at its beginning, or where it was saved, with what takes its steps, saves it and tells of it.
+    """A new or restored run, with the objects that take its steps, save it and report on it.
 
-    While it is open, no other process can write to its folder.
+    While it is open, its folder is locked.
     """
     given = recipe.initial_checkpoint or recipe.pretrained or recipe.model_kwargs.get("pretrained")
     for setting in ("freeze", "finetune"):
         if getattr(recipe, setting) and not given:
             raise ValueError(
-                f"{setting}=true begins with weights that are there: give --initial-checkpoint, or pretrained=true"
+                f"{setting}=true needs weights to start from: give --initial-checkpoint, or pretrained=true"
             )
     folder = RunFolder(output)
     resumed_from = everywhere(lambda: folder.find_state(resume))
-    # Processes on machines without a common disk might find different states to resume from.
+    # Processes on machines without a shared disk could find different states to resume from.
     if len(found := dict.fromkeys(distributed.gathered([resumed_from]))) > 1:
         first, other, *_ = (f"{path}" if path is not None else "none" for path in found)
         raise ValueError(
@@ -67,10 +67,10 @@ def opened_run(
         data.notes.append(f"{run_of(resumed_from)} has no {records.SPLIT}: the images to hold out are drawn again")
     captured = can_be_captured(recipe, data, process)
 
-    # The fastest convolutions, found by trying all once; which they are may differ from run to run.
+    # Choose the fastest convolutions by trying them; the choice may differ between runs.
     torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
-    seed_everything(recipe.seed)  # the same first weights in every process
-    # A run that goes on has its weights already: those it began with may be gone by now, or out of reach.
+    seed_everything(recipe.seed)  # the same initial weights in every process
+    # A resumed run has its weights already; those it started from may no longer be available.
     beginning = recipe if resumed_from is None else without_first_weights(recipe)
     division = division_of(recipe, data.num_classes, process, resumed_from)
     trained = build_trained(beginning, data, process, captured, division)
@@ -80,7 +80,7 @@ def opened_run(
     checkpoints = Checkpoints(run, folder)
     if resumed_from is not None:
         run = checkpoints.restore(resumed_from)
-    if len(set(distributed.gathered([position.done]))) > 1:  # of the same name, on disks that are not the same
+    if len(set(distributed.gathered([position.done]))) > 1:  # equal paths on different disks
         raise ValueError("the processes found different checkpoints: --output must be one folder for all machines")
     steps: Steps = EagerSteps(step, data.train, recipe.seed, process.rank)
     if captured and isinstance(data.train, ResidentLoader):
@@ -105,8 +105,8 @@ def opened_run(
 
 
 def build_trained(recipe: Recipe, data: Data, process: Process, captured: bool, division: Division) -> Trained:
-    """The model of a recipe with its first weights, and what trains it."""
-    # FSDP2 takes weights that are contiguous only.
+    """The model of a recipe with its initial weights, and its optimizer, criterion and average."""
+    # FSDP2 supports only contiguous weights.
     channels_last = recipe.channels_last and not division.backbone
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     model = build_model(recipe, data.num_classes, data.notes.append, division.of_head)
@@ -119,7 +119,7 @@ def build_trained(recipe: Recipe, data: Data, process: Process, captured: bool, 
     optimizer = build_optimizer(recipe, model, process.device, captured)
     average = None
     if recipe.model_ema:
-        # The warm-up of TensorFlow, step/(10 + step): 0.99 after 1,000 updates, 0.9999 after 100,000.
+        # TensorFlow's warm-up, step/(10 + step): 0.99 after 1,000 updates, 0.9999 after 100,000.
         warmup = {"use_warmup": recipe.model_ema_warmup, "warmup_gamma": 10.0, "warmup_power": 1.0}
         average = AveragedModel(model, recipe.model_ema_decay, **warmup)  # type: ignore[arg-type]
     found = [head for head in heads_of(model) if isinstance(head, GrassmannHead)]
@@ -132,13 +132,13 @@ def build_trained(recipe: Recipe, data: Data, process: Process, captured: bool, 
 
 
 def without_first_weights(recipe: Recipe) -> Recipe:
-    """The same recipe, but for the weights that it begins with."""
+    """The same recipe without the weights to start from."""
     options = {name: value for name, value in recipe.model_kwargs.items() if name != "pretrained"}
     return dataclasses.replace(recipe, model_kwargs=options, pretrained=False, initial_checkpoint="")
 
 
 def build_step(recipe: Recipe, trained: Trained, data: Data, process: Process, division: Division) -> TrainingStep:
-    """What makes one update of the weights."""
+    """The object that makes one update of the weights."""
     device = process.device
     model: Any = torch.compile(trained.model) if compiles(recipe, device) else trained.model
     model = division.wrapped(model)
@@ -156,7 +156,7 @@ def build_step(recipe: Recipe, trained: Trained, data: Data, process: Process, d
 
 
 def can_be_captured(recipe: Recipe, data: Data, process: Process) -> bool:
-    """Whether a whole update fits into one CUDA graph: nothing in it may ask the host."""
+    """Whether a CUDA graph can capture a whole update: nothing in it may wait for the host."""
     return (
         process.device.type == "cuda"
         and process.world_size == 1

@@ -1,6 +1,6 @@
-"""Weights that timm has for a model: from its cache or the network, without waiting for a network that is not there.
+"""Load timm's pretrained weights from its cache or the network, without a long wait for an unreachable network.
 
-huggingface_hub tries five times, for most of a minute, to reach a network that is down. One look tells that sooner.
+huggingface_hub retries an unreachable network for most of a minute. One connection attempt tells sooner.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from grassy.models import import_timm
 from grassy.runs.schema import INTERPOLATIONS
 from grassy.runs.weights import read_description, weights_file
 
-#: Seconds within which a network answers.
+#: Seconds to wait for a connection.
 PATIENCE = 4.0
-WAY_OUT = "give --initial-checkpoint FILE, or --from-scratch to begin with random weights"
+WAY_OUT = "give --initial-checkpoint FILE, or --from-scratch to start from random weights"
 
 
 @contextlib.contextmanager
 def fetching_weights(name: str) -> Iterator[None]:
-    """Within this timm may fetch the weights of a model; a ValueError says if it has none, or where they are not."""
+    """A context in which timm may download weights; a ValueError if it has none or cannot reach them."""
     config = pretrained_config(name)
     if config is None:
         raise ValueError(f"timm has no pretrained weights for {name}: {WAY_OUT}")
@@ -33,14 +33,14 @@ def fetching_weights(name: str) -> Iterator[None]:
             yield
     except Exception as error:
         if isinstance(error, ValueError) and not _is_about_the_network(error):
-            raise  # what is wrong with the model or its options
+            raise  # an error of the model or its options
         place = config.get("hf_hub_id") or config.get("url")
         why = f"{_host(config)[0]} cannot be reached" if not online else " ".join(str(error).split())[:200]
         raise ValueError(f"no pretrained weights of {name} ({place}) in the cache, and {why}: {WAY_OUT}") from error
 
 
 def pretrained_config(name: str) -> dict[str, Any] | None:
-    """What timm knows of the weights that it has for a model, the preparation of images included; None if none."""
+    """The config of timm's pretrained weights for a model, with their preprocessing; None if there are none."""
     timm = import_timm()
     found = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
     config: dict[str, Any] = {} if found is None else found.to_dict()
@@ -48,11 +48,12 @@ def pretrained_config(name: str) -> dict[str, Any] | None:
 
 
 def preparation_of_weights(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """How images are prepared for the weights that a recipe starts from: of a file of grassy's as it says, else as timm
-    has it for the model. Empty if nobody knows.
+    """The preprocessing of the weights that a recipe starts from: as a grassy file describes it, or else as timm does.
+
+    Empty if it is unknown.
     """
     if given := settings.get("initial_checkpoint"):
-        with contextlib.suppress(ValueError, OSError):  # weights alone, or nothing: the model says what it is for
+        with contextlib.suppress(ValueError, OSError):  # weights without a description: use timm's config of the model
             about = read_description(weights_file(Path(given)))
             return {name: getattr(about, name) for name in ("img_size", "crop_pct", "interpolation", "mean", "std")}
     config = pretrained_config(str(settings.get("model", "")))
@@ -63,7 +64,7 @@ def preparation_of_weights(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answers(place: tuple[str, int]) -> bool:
-    """Whether a place can be connected to within `PATIENCE`, even if the look-up of its name hangs."""
+    """Whether a connection succeeds within `PATIENCE`, even if the DNS lookup hangs."""
     answered: list[bool] = []
 
     def connect() -> None:
@@ -77,7 +78,7 @@ def answers(place: tuple[str, int]) -> bool:
 
 
 def _host(config: dict[str, Any]) -> tuple[str, int]:
-    """Whom to ask for the weights, or the proxy that asks for us."""
+    """Host and port of the weights, or of the proxy."""
     url = config.get("url") or ""
     if config.get("hf_hub_id"):
         url = _hub().ENDPOINT
@@ -97,7 +98,7 @@ def _hub() -> Any:
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """huggingface_hub as with HF_HUB_OFFLINE=1: it takes what is in its cache, and tries nothing else."""
+    """Run huggingface_hub as with HF_HUB_OFFLINE=1: it uses only its cache."""
     constants = _hub()
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = True
@@ -108,7 +109,7 @@ def _offline() -> Iterator[None]:
 
 
 def _is_about_the_network(error: BaseException | None) -> bool:
-    """Whether an error, or what led to it, is one of files and networks."""
+    """Whether an error, or its cause, is about files or the network."""
     while error is not None:
         if isinstance(error, OSError) or type(error).__module__.startswith(("huggingface_hub", "httpx", "requests")):
             return True

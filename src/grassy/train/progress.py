@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar with loss, accuracy, speed and time left on a terminal, plain lines elsewhere."""
+"""Progress of a run: on a terminal a bar with loss, accuracy, speed and remaining time; elsewhere plain lines."""
 
 import contextlib
 import sys
@@ -9,12 +9,12 @@ from typing import Any
 
 from grassy.inference.evaluate import Metrics
 
-#: Seconds between two looks at the loss, for which the device is waited for: on a terminal, and elsewhere.
+#: Seconds between two readings of the loss, which wait for the device: on a terminal, and elsewhere.
 BAR_INTERVAL, LINE_INTERVAL = 0.5, 30.0
 
 
 class Progress:
-    """Reports the updates of a run. Only the main process of a run should have one that is not `quiet`."""
+    """Reports the updates of a run. It should be `quiet` in all processes but the main one."""
 
     def __init__(
         self, epochs: int, updates_per_epoch: int, batch_size: int, done: int = 0, quiet: bool = False
@@ -27,7 +27,7 @@ class Progress:
         self.speed = 0.0
         self._bar: Any = None
         self._task: Any = None
-        self._speaking = contextlib.suppress(OSError, ValueError)  # nobody may be there to be told: a run goes on
+        self._speaking = contextlib.suppress(OSError, ValueError)  # a closed terminal must not stop a run
         if sys.stderr is None:
             self.quiet = True
         elif not quiet and sys.stderr.isatty():
@@ -47,7 +47,7 @@ class Progress:
         return time.monotonic() - self.looked >= self.interval
 
     def report(self, done: int, loss: float) -> None:
-        """Say how far the run is: `done` updates in all, and the mean loss of the epoch so far."""
+        """Report `done` updates in total, and the mean loss of the epoch so far."""
         now = time.monotonic()
         if done > self.looked_at and now > self.looked:
             self.speed = (done - self.looked_at) * self.batch_size / (now - self.looked)
@@ -61,19 +61,19 @@ class Progress:
                 self.say(f"{where}: loss {loss:.4f}, {self.speed:,.0f} images/s, {self._left(done)} left")
 
     def end_of_epoch(self, epoch: int, loss: float, metrics: Metrics | None, seconds: float) -> None:
-        """A line that stays: what an epoch (from 0) came to, whose updates took so many seconds."""
+        """Print the results of an epoch. epoch counts from 0; the line counts from 1. seconds: time of its updates."""
         self.speed = self.updates_per_epoch * self.batch_size / max(seconds, 1e-9)
         done = (epoch + 1) * self.updates_per_epoch
         scores = ""
         if metrics is not None:
             self.accuracy = metrics.top1
-            scores = f", val {metrics.loss:.4f}, top-1 {metrics.top1:.2f}, top-5 {metrics.top5:.2f}"
+            scores = f", val loss {metrics.loss:.4f}, top-1 {metrics.top1:.2f}, top-5 {metrics.top5:.2f}"
         if self._bar is not None:
             self._bar.update(self._task, completed=done, **self._fields(done, loss))
         self.say(f"epoch {epoch + 1}/{self.epochs}: loss {loss:.4f}{scores}, {self.speed:,.0f} images/s")
 
     def validating(self) -> None:
-        """Say so on a terminal, where the bar would seem to have stopped."""
+        """Show on a terminal that validation runs, since the bar does not move."""
         if self._bar is not None:
             self._bar.update(self._task, speed="validating,")
 
@@ -88,7 +88,7 @@ class Progress:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """The time in this block is not that of updates: it goes to validation or saving."""
+        """Exclude the time of this block, which validates or saves, from the speed of updates."""
         begin = time.monotonic()
         yield
         self.looked += time.monotonic() - begin
@@ -122,7 +122,7 @@ class Progress:
             TimeRemainingColumn(compact=True),
             console=Console(stderr=True),
             expand=True,
-            transient=True,  # the lines of the epochs stay
+            transient=True,  # only the lines of epochs stay
         )
         empty = {"epoch": f"1/{self.epochs}", "loss": "-", "accuracy": "-", "speed": "-"}
         self._task = self._bar.add_task("", total=self.total, completed=done, **empty)

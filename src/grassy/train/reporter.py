@@ -1,4 +1,4 @@
-"""What a run tells of itself: lines or a bar for a person, one row per epoch in summary.csv, curves for TensorBoard."""
+"""Reports of a run: lines or a bar on the terminal, one row per epoch in summary.csv, curves for TensorBoard."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -23,13 +23,13 @@ from grassy.train.run import Run
 
 @dataclass
 class Reporter:
-    """Every process of a run has one, with the same rows; only the main process speaks and writes."""
+    """Every process of a run has one, with the same rows; only the main process prints and writes."""
 
     run: Run
     progress: Progress
     curves: records.Curves | None
-    failures: list[Failure] = field(default_factory=list)  # of this process, still to be told
-    counts: tuple[int, int] = (0, 0)  # of classes that were capped and skipped, so far
+    failures: list[Failure] = field(default_factory=list)  # of this process, not reported yet
+    counts: tuple[int, int] = (0, 0)  # capped and skipped class updates so far
     input_wait: InputWait = field(default_factory=InputWait)
     told_of_waiting: bool = False
 
@@ -40,7 +40,7 @@ class Reporter:
         self.progress.say(text)
 
     def introduce(self) -> None:
-        """Say what is trained, on what, and what is unusual about it."""
+        """Print what is trained, on what, and what is unusual about it."""
         recipe, data, position = self.run.recipe, self.run.data, self.run.position
         for note in data.notes:
             self.say(note)
@@ -54,7 +54,7 @@ class Reporter:
         )
         self.say(
             f"{recipe.model} with head {head}, {count} weights to train, {data.num_classes} classes, "
-            f"{position.updates_per_epoch} updates of {data.batch_size} images an epoch, on {place}{many}, into "
+            f"{position.updates_per_epoch} updates of {data.batch_size} images per epoch, on {place}{many}, into "
             f"{self.run.output}"
         )
         wanted, taken = recipe.head.get("k"), self.run.trained.head.get("k")
@@ -66,14 +66,14 @@ class Reporter:
         if average is not None and not average.use_warmup and (kept := recipe.model_ema_decay**updates) > 0.05:
             better = "model_ema_warmup=true forgets them"
             self.say(
-                f"the average of the weights will still be {kept:.0%} what training begins with: {updates} updates are "
+                f"the average of the weights will still hold {kept:.0%} of the initial weights: {updates} updates are "
                 f"few for model_ema_decay={recipe.model_ema_decay:g}; {better}"
             )
         if position.done:
             self.say(f"resumed after update {position.done}, in epoch {position.epoch + 1}")
 
     def after_update(self, failures: list[Failure]) -> None:
-        """Tell of images that could not be read, at once if no other process has some, and of an update left out."""
+        """Report images that could not be read, at once if there is one process only, and a skipped update."""
         self.failures += failures
         if self.run.process.world_size == 1:
             self.tell_of_unreadable()
@@ -81,11 +81,11 @@ class Reporter:
             self.say(f"skipped update {self.run.position.done}: its loss or gradient is not finite")
 
     def report(self) -> None:
-        """Say how far the run is."""
+        """Report the progress of the run."""
         self.progress.report(self.run.position.done, self.run.step.mean_loss())
 
     def end_of_epoch(self, metrics: Metrics | None) -> None:
-        """Write the row of an epoch, and say what it came to. All processes must call it."""
+        """Write the row of an epoch and print its results. All processes must call it."""
         position = self.run.position
         row = self._row(metrics)
         position.rows.append(row)
@@ -106,7 +106,7 @@ class Reporter:
                 self.say(line)
 
     def tell_of_unreadable(self) -> None:
-        """Name an image that cannot be read once, and count them all. All processes must call it."""
+        """Name each unreadable image once, and count them all. All processes must call it."""
         unreadable = self.run.position.unreadable
         for failure in distributed.gathered(self.failures):
             if failure.name not in unreadable:
@@ -115,7 +115,7 @@ class Reporter:
         self.failures = []
 
     def _counts(self) -> tuple[int, int]:
-        """Classes that were capped and skipped, so far. All processes must call it: each may have its own classes."""
+        """Capped and skipped class updates so far. All processes must call it: each may have its own classes."""
         counts = self.run.trained.optimizer.capped_classes, self.run.trained.optimizer.skipped_classes
         if not is_sharded(self.run.trained.model):
             return counts
@@ -144,9 +144,9 @@ class Reporter:
         scalars |= diagnostics.after_an_update(model, optimizer)
         if len(self.run.position.rows) == min(2, recipe.epochs) and not is_divided(
             model
-        ):  # the first epoch may have spent its time compiling
+        ):  # the first epoch may include compilation
             size = self.run.data.batch_size // self.run.process.world_size
-            with contextlib.suppress(torch.OutOfMemoryError):  # of a head that fits only once
+            with contextlib.suppress(torch.OutOfMemoryError):  # the copy of a large head may not fit
                 seconds = diagnostics.head_seconds(model, size, self.run.step.amp_dtype)
                 scalars["time/head_share"] = seconds / (row["seconds"] / self.run.position.updates_per_epoch)
         return scalars

@@ -1,4 +1,4 @@
-"""A run in memory: what is trained, on what, and how far it has come."""
+"""A run in memory: its model, its data and its position."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -18,33 +18,33 @@ from grassy.train.training_step import TrainingStep
 
 @dataclass(frozen=True)
 class Trained:
-    """A model, and what changes its weights."""
+    """A model with its optimizer, criterion, schedule and average."""
 
     model: nn.Module
     optimizer: JointOptimizer
     schedule: Schedule
     average: AveragedModel | None
-    head: dict[str, Any]  # name and options, with the number that gamma="auto" came to
+    head: dict[str, Any]  # name and options, with the value of gamma="auto"
 
     @property
     def evaluated(self) -> nn.Module:
-        """The model that is validated and saved."""
+        """The model to validate and save."""
         return self.model if self.average is None else self.average.module
 
     @property
     def copies(self) -> list[nn.Module]:
-        """The model, and the average of its weights if there is one: what has batch statistics."""
+        """The model, and its average if there is one: both have batch statistics."""
         return [self.model] if self.average is None else [self.model, self.average]
 
 
 @dataclass
 class Position:
-    """The epoch and the update that come next, the rows of the summary, and the best accuracy."""
+    """The next epoch and update, both counted from 0, the rows of the summary, and the best accuracy."""
 
     updates_per_epoch: int
     epoch: int = 0
     update: int = 0  # within the epoch
-    seconds: float = 0.0  # that the updates of this epoch have taken
+    seconds: float = 0.0  # time of this epoch's updates so far
     best: float = float("-inf")
     best_loss: float = float("inf")
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -58,24 +58,24 @@ class Position:
 
     @property
     def time(self) -> float:
-        """Epochs so far, with a fraction: what a schedule goes by."""
+        """Epochs so far, with a fraction, for the schedule."""
         return self.epoch + self.update / self.updates_per_epoch
 
     def next_epoch(self) -> None:
         self.epoch, self.update, self.seconds = self.epoch + 1, 0, 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """What is saved; the number of updates per epoch follows from the data."""
+        """The fields to save; the number of updates per epoch follows from the data."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "updates_per_epoch"}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go to a position that was saved; a TypeError if it is none."""
+        """Restore a saved position; a TypeError if it is invalid."""
         vars(self).update(vars(Position(self.updates_per_epoch, **{**saved, "stopped_by": None})))
 
 
 @dataclass(frozen=True)
 class Run:
-    """All that a checkpoint or a report may be about."""
+    """Everything that checkpoints and reports need."""
 
     recipe: Recipe
     output: Path

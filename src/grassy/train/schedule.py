@@ -1,4 +1,4 @@
-"""The learning rate over a run, as one factor for all parameter groups: the ratio of head_lr to lr stays what it is."""
+"""The learning rate schedule: one factor for all parameter groups, so that head_lr/lr stays constant."""
 
 import math
 
@@ -8,9 +8,9 @@ from grassy.runs.recipe import Recipe
 
 
 def learning_rate_factor(recipe: Recipe, epoch: float) -> float:
-    """What every group's learning rate is multiplied by at a time in epochs, from 0 to `recipe.epochs`.
+    """The factor of every group's learning rate at a time in epochs, from 0 to `recipe.epochs`.
 
-    Warm-up is linear, from warmup_lr/lr; the cosine goes on from its end to min_lr/lr.
+    Warm-up is linear from warmup_lr/lr; the cosine continues from its end to min_lr/lr.
     """
     if recipe.lr == 0:
         return 1.0
@@ -27,7 +27,7 @@ def learning_rate_factor(recipe: Recipe, epoch: float) -> float:
 
 
 class Schedule:
-    """Sets the learning rates of an optimizer's groups to the rates they began with, times a factor."""
+    """Sets the learning rates of an optimizer's groups to their initial values times a factor."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer  # not its groups: load_state_dict makes new ones
@@ -35,7 +35,7 @@ class Schedule:
 
     def set(self, factor: float) -> None:
         for group, lr in zip(self.optimizer.param_groups, self.initial, strict=True):
-            if isinstance(group["lr"], torch.Tensor):  # a captured step reads it where it is
+            if isinstance(group["lr"], torch.Tensor):  # a captured step reads this tensor
                 group["lr"].fill_(lr * factor)
             else:
                 group["lr"] = lr * factor

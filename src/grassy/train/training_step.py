@@ -1,8 +1,8 @@
-"""One update of the weights: forward, backward, clipping and the optimizer's step, by plain PyTorch.
+"""One update of the weights: forward, backward, clipping and the optimizer's step, in plain PyTorch.
 
-On a GPU nothing in it waits: losses are summed there, and the first update whose loss was not finite is remembered
-there, to be asked about now and then. So a whole update can be captured in a CUDA graph, which a host that is slow at
-launching kernels needs for small models.
+On a GPU nothing in it waits for the device: losses are summed there, and the first update with a non-finite loss is
+recorded there and read now and then. So a CUDA graph can capture a whole update, which helps small models on a host
+that launches kernels slowly.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from grassy.loss import classification_loss
 from grassy.optim import clip_grad_norm_
 from grassy.shards import is_distributed, local
 
-#: Steps that run outside the graph first: kernels are compiled and buffers created in them.
+#: Steps to run before capture, in which kernels are compiled and buffers created.
 EAGER_STEPS = 3
 
 
 class TrainingStep:
-    """Computes the gradient of one update, in parts, and takes the optimizer's step."""
+    """Computes the gradient of one update in parts, and takes the optimizer's step."""
 
     def __init__(
         self,
@@ -50,15 +50,15 @@ class TrainingStep:
         sampled = any(getattr(head, "sample", 1.0) < 1 for head in heads_of(model))
         kind = GradScaler if divided or sampled else torch.amp.GradScaler
         self.scaler = kind(device.type, enabled=amp_dtype is torch.float16)
-        self.losses = torch.zeros(2, device=device)  # their sum and their number, since the epoch began
+        self.losses = torch.zeros(2, device=device)  # sum and number of losses since the epoch began
         self.number = torch.zeros((), dtype=torch.int64, device=device)
         self.first_bad = torch.full((), -1, dtype=torch.int64, device=device)
         self.skipped_in_a_row = 0
 
     def __call__(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """One update from the parts of its batch: uint8 images and labels on the device."""
+        """Make one update from the parts of its batch: uint8 images and labels on the device."""
         buffers = [buffer.clone() for buffer in self.model.buffers()] if self.skip_nonfinite else []
-        self.optimizer.zero_grad(set_to_none=True)  # not at the end: gradients stay there to be looked at
+        self.optimizer.zero_grad(set_to_none=True)  # not at the end, so that gradients can be inspected
         loss = torch.zeros((), device=self.device)
         for i, (images, labels) in enumerate(parts):
             images, target = self.prepare(images, labels)
@@ -70,7 +70,7 @@ class TrainingStep:
         if self.skip_nonfinite and self._is_bad(loss):
             self.skipped_in_a_row += 1
             for buffer, before in zip(self.model.buffers(), buffers, strict=True):
-                buffer.copy_(before)  # batch statistics have seen the batch
+                buffer.copy_(before)  # the skipped batch has changed the batch statistics
         else:
             self.skipped_in_a_row = 0
             self._note(loss)
@@ -82,12 +82,12 @@ class TrainingStep:
         self.number += 1
 
     def mean_loss(self) -> float:
-        """Since the epoch began. Waits for the device."""
+        """The mean loss since the epoch began. Waits for the device."""
         total, count = self.losses.tolist()
         return total / count if count else math.nan
 
     def _is_bad(self, loss: Tensor) -> bool:
-        """Whether loss or gradient are not finite in some process. Scaled gradients are the scaler's own affair."""
+        """Whether the loss or a gradient is not finite in some process. GradScaler itself handles scaled gradients."""
         bad = ~loss.isfinite()
         if not self.scaler.is_enabled():
             gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
@@ -100,14 +100,14 @@ class TrainingStep:
         self.losses += torch.stack([loss, torch.ones_like(loss)])
 
     def _without_communication(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """DDP has to sum gradients once an update, with the last part."""
+        """Make DDP sum gradients once per update, with the last part."""
         if last or not isinstance(self.model, nn.parallel.DistributedDataParallel):
             return contextlib.nullcontext()
         return self.model.no_sync()
 
 
 class EagerSteps:
-    """Takes one step after the other with the batches of a loader."""
+    """Takes steps one by one with the batches of a loader."""
 
     def __init__(self, step: TrainingStep, loader: Any, seed: int, rank: int) -> None:
         self.step, self.loader, self.seed, self.rank = step, loader, seed, rank
@@ -117,17 +117,17 @@ class EagerSteps:
         return self.loader.epoch(epoch, start)
 
     def take(self, parts: list[Batch], number: int) -> list[Failure]:
-        """Take step `number` of the run; what could not be read of its batch is returned."""
-        # So that a resumed run draws what it would have drawn; other processes draw something else.
+        """Take step `number` of the run, and return the images of its batch that could not be read."""
+        # A resumed run draws the same random numbers; other processes draw different ones.
         seed_everything(seed_of(self.seed, number, self.rank))
         self.step([(part.images, part.labels) for part in parts])
         return [failure for part in parts for failure in part.failures]
 
 
 class CapturedSteps:
-    """The same, from the rows of a plan to the new weights, replayed as one CUDA graph.
+    """The same steps, from the rows of a plan to the new weights, replayed as one CUDA graph.
 
-    The learning rates must be tensors on the device: a graph reads them where they are.
+    The learning rates must be tensors on the device, which the graph reads.
     """
 
     def __init__(self, step: TrainingStep, loader: ResidentLoader) -> None:
@@ -142,7 +142,7 @@ class CapturedSteps:
         return self.loader.plans(epoch, start)
 
     def take(self, rows: Tensor, number: int) -> list[Failure]:
-        """Take a step; what it draws is in the plan, and images on the device have been read."""
+        """Take a step. The plan holds its random draws, and images on the device are readable."""
         self.taken += 1
         if self.taken <= EAGER_STEPS:
             self.stream.wait_stream(torch.cuda.current_stream())
@@ -167,13 +167,13 @@ Steps = EagerSteps | CapturedSteps
 
 
 def seed_everything(seed: int) -> None:
-    """Python's, NumPy's and torch's generators, on all devices."""
+    """Seed Python's, NumPy's and torch's generators on all devices."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 (what timm's mixup draws from)
     torch.manual_seed(seed)
 
 
 def learning_rates_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Make every group's learning rate a tensor, which a captured step can read anew each time."""
+    """Make every group's learning rate a tensor, which a captured step reads in each replay."""
     for group in optimizer.param_groups:
         group["lr"] = torch.as_tensor(float(group["lr"]), device=device)

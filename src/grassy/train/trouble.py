@@ -1,4 +1,4 @@
-"""Why a run cannot go on, in one sentence that says where its last good checkpoint is."""
+"""Errors that stop a run, as one sentence that names the last good checkpoint."""
 
 import contextlib
 import signal
@@ -17,28 +17,28 @@ from grassy.runs.recipe import Recipe
 from grassy.runs.state import state_in
 from grassy.train.run import Run
 
-#: So many updates skipped in a row are too many.
+#: Stop after this many skipped updates in a row.
 MAX_SKIPPED = 20
-#: Names of the images on which the loss was not finite.
+#: File for the names of the images with a non-finite loss.
 NONFINITE = "nonfinite_batch.txt"
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot go on; the message says where the last good checkpoint is."""
+    """Training cannot continue; the message names the last good checkpoint."""
 
 
 @contextlib.contextmanager
 def trouble_explained(recipe: Recipe, process: Process, output: Path) -> Iterator[None]:
-    """Raise TrainingStopped, with advice, if memory runs out, or a worker or another process of the run dies."""
+    """Raise TrainingStopped, with advice, if memory runs out or if a worker or another process dies."""
     try:
         yield
     except (RuntimeError, MemoryError, ConnectionError, EOFError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
-        # torch raises the first wherever the main process is; the second comes from a pipe that the worker filled.
+        # torch raises the first anywhere in the main process; the second comes from the worker's pipe.
         if "DataLoader worker" in str(error) or (not isinstance(error, RuntimeError) and _came_from_a_pipe(error)):
             _tell_of_dead_workers_once()
             raise TrainingStopped(
-                f"a process that prepares images has died ({reason.strip(' .')}): if memory ran out, fewer workers "
+                f"a process that loads images has died ({reason.strip(' .')}): if memory ran out, fewer workers "
                 f"need less; {last_good(output)}"
             ) from error
         if is_of_another_process(error):
@@ -47,13 +47,13 @@ def trouble_explained(recipe: Recipe, process: Process, output: Path) -> Iterato
             raise
         size = max(1, recipe.batch_size // process.world_size // recipe.grad_accum_steps)
         raise TrainingStopped(
-            f"out of memory with {size} images of {recipe.img_size} pixels at a time on {process.device}: lower "
+            f"out of memory with {size} images of {recipe.img_size} pixels per batch on {process.device}: lower "
             f"batch_size, or raise grad_accum_steps, which keeps the batch; {last_good(output)} ({reason})"
         ) from error
 
 
 def is_of_another_process(error: BaseException) -> bool:
-    """Whether an error says that another process of the run cannot be reached. gloo raises a RuntimeError."""
+    """Whether an error means that another process is unreachable. gloo raises a RuntimeError."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error).partition("\n")[0]
 
 
@@ -66,13 +66,13 @@ def _tell_of_dead_workers_once() -> None:
 
 
 def _came_from_a_pipe(error: BaseException) -> bool:
-    """Whether an error was raised while something was received from another process of this machine."""
+    """Whether an error was raised while receiving from another process of this machine."""
     frames = traceback.extract_tb(error.__traceback__)
     return any("multiprocessing" in Path(frame.filename).parts for frame in frames)
 
 
 def stop_if_not_finite(run: Run) -> None:
-    """Raise TrainingStopped if the loss was not finite in some process, and name the images. Waits for the device."""
+    """Raise TrainingStopped and name the images if the loss was not finite in some process. Waits for the device."""
     number, skipped = int(distributed.largest(run.step.first_bad)), run.step.skipped_in_a_row
     if number < 0 and skipped < MAX_SKIPPED:
         return
@@ -85,8 +85,8 @@ def stop_if_not_finite(run: Run) -> None:
     row = f", the last of {skipped} in a row that were skipped" if number < 0 else ""
     raise TrainingStopped(
         f"the loss is not finite at update {update + 1} of epoch {epoch + 1}{row}, on {names[0]} and "
-        f"{len(names) - 1} other images that {listing} names; {last_good(run.output)}; "
-        "nonfinite=skip would leave such updates out, a lower lr or clip_grad may prevent them"
+        f"{len(names) - 1} other images listed in {listing}; {last_good(run.output)}; "
+        "nonfinite=skip skips such updates; a lower lr or clip_grad may prevent them"
     )
 
 
