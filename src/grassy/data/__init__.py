@@ -1,1 +1,1 @@
-"""Labelled images, from wherever they lie to batches on the device."""
+"""Labelled images: sources, transforms, and batches on the device."""

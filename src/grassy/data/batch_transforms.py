@@ -1,4 +1,4 @@
-"""From images in uint8, on the device, to what a model takes: normalised, erased, mixed."""
+"""Transforms of uint8 batches on the device: normalisation, random erasing, mixup and cutmix."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ from grassy.runs.recipe import Recipe
 
 
 class Preparation:
-    """Normalises a uint8 batch, then erases and mixes it if it is told how."""
+    """Normalises a uint8 batch, then applies random erasing and mixing if given."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Preparation:
 
 
 def build_mixing(recipe: Recipe, num_classes: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-    """Mixup and cutmix, by timm, of a batch, which turn labels into soft, smoothed targets."""
+    """Mixup and cutmix of a batch, by timm, which turn labels into soft, smoothed targets."""
     if not recipe.mixes:
         return None
     import_timm()
@@ -51,7 +51,7 @@ def build_mixing(recipe: Recipe, num_classes: int) -> Callable[[Tensor, Tensor],
 
 
 def build_erasing(recipe: Recipe, device: torch.device) -> Callable[[Tensor], Tensor] | None:
-    """Random erasing, by timm, of a batch on the device."""
+    """Random erasing of a batch on the device, by timm."""
     if not recipe.reprob:
         return None
     import_timm()

@@ -1,6 +1,6 @@
-"""Class folders and tars: which of their files are images, and of which class.
+"""Class folders and tars: find their images and classes.
 
-What is hidden, its name beginning with a dot, is not looked at: editors and systems leave copies of images there.
+Names that start with a dot are ignored: editors and systems leave copies of images there.
 """
 
 import io
@@ -15,19 +15,19 @@ from grassy.runs.schema import open_regular
 from grassy.spelling import natural_key
 from grassy.torchvision_import import import_torchvision
 
-#: Of images that Pillow reads, beside those that timm looks for.
+#: Suffixes of further formats that Pillow reads, beside timm's.
 MORE_SUFFIXES = {".avif", ".bmp", ".jfif", ".jp2", ".pgm", ".ppm", ".tif", ".tiff", ".webp"}
 BLOCK = tarfile.BLOCKSIZE
-#: A tar may hold tars, of a class each; what lies deeper is refused.
+#: A tar may hold tars, one per class; deeper nesting is refused.
 MOST_TARS_WITHIN = 2
-#: How often links may lead to folders that were visited before: a few links can make millions of ways.
+#: Limit of repeated visits through links: a few links can make millions of paths.
 MOST_REPEATS = 50_000
 #: The first bytes of compressed files.
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 def image_suffixes() -> frozenset[str]:
-    """The suffixes of files that are taken for images: timm's own, and more that Pillow reads."""
+    """The suffixes of image files: timm's, and more that Pillow reads."""
     import_torchvision()
     from timm.data import get_img_extensions
 
@@ -39,16 +39,16 @@ def is_hidden(path: str) -> bool:
 
 
 def walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Each folder at or below the root, with the names of its folders and files, sorted, the hidden ones left out.
+    """Each folder at or below the root, with the sorted names of its folders and files, without hidden ones.
 
-    Links are followed, except to a folder that they are in. A folder that several links lead to is visited for each.
-    One that may not be read raises, where os.walk would leave it out without a word.
+    Links are followed, except to a folder that contains them. A folder with several links to it is visited for each.
+    A folder without permission raises; os.walk would skip it silently.
     """
 
     def stop(error: OSError) -> None:
         raise error
 
-    lines: dict[str, tuple[str, ...]] = {}  # real paths of a folder and of those it was reached through, from the root
+    lines: dict[str, tuple[str, ...]] = {}  # real paths of a folder and its ancestors, from the root
     seen: set[str] = set()
     repeats = 0
     for folder, below, names in os.walk(root, followlinks=True, onerror=stop):
@@ -67,7 +67,7 @@ def walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
 
 
 class Place(NamedTuple):
-    """Where the bytes of an image are: a file, or a part of one."""
+    """The location of an image's bytes: a file, or a part of one."""
 
     path: str
     offset: int = 0
@@ -75,7 +75,7 @@ class Place(NamedTuple):
 
 
 class ClassReader:
-    """Images by index, each as an open file with its label: what timm's readers are to a data set."""
+    """Images by index, each as an open file with its label, like timm's readers."""
 
     def __init__(self, names: list[str], places: list[Place], labels: list[int], classes: dict[str, int]) -> None:
         self.names, self.places, self.targets, self.class_to_idx = names, places, labels, classes
@@ -101,11 +101,11 @@ class ClassReader:
 
 
 def open_files(root: Path, class_names: Sequence[str] | None = None, topmost: bool = False) -> ClassReader:
-    """A reader of a folder of class folders, a folder of tars, or a tar.
+    """Open a folder of class folders, a folder of tars, or a tar.
 
-    class_names: of the training set, whose numbering a validation set has to share; None for the set that defines it.
-    topmost: an image in cat/2021 is a cat; else the folder that it lies in is its class. A folder of tars has no such
-        choice: its tars may be classes, or parts of the set.
+    class_names: of the training set, whose class indices a validation set must share; None for the training set.
+    topmost: an image in cat/2021 is a cat; otherwise its own folder is its class. A folder of tars has no such choice:
+        its tars may be classes or parts of the set.
     """
     if root.suffix == ".tar" and not root.is_dir():
         return _open_tars(root, [root], class_names, topmost)
@@ -120,7 +120,7 @@ def _no_images(root: Path) -> ValueError:
 
 
 def _numbers(places: dict[str, str], class_names: Sequence[str] | None) -> dict[str, int]:
-    """A number for each class, in natural order, or that of the training set; `places` says where a class was found."""
+    """The index of each class, in natural order or as in the training set; `places` maps a class to its path."""
     if class_names is None:
         return {name: number for number, name in enumerate(sorted(places, key=natural_key))}
     numbers = {name: number for number, name in enumerate(class_names)}
@@ -131,15 +131,15 @@ def _numbers(places: dict[str, str], class_names: Sequence[str] | None) -> dict[
 
 
 def _topmost(folders: Iterable[PurePosixPath]) -> dict[PurePosixPath, str]:
-    """The class of each folder: the first part of its path, after those that all paths share."""
+    """The class of each folder: the first part of its path that not all paths share."""
     paths = list(folders)
-    levels = zip(*(path.parts[:-1] for path in paths), strict=False)  # a class has a name of its own
+    levels = zip(*(path.parts[:-1] for path in paths), strict=False)  # the last part is a class name
     shared = len(list(itertools.takewhile(lambda level: len(set(level)) == 1, levels)))
     return {path: path.parts[shared] for path in paths}
 
 
 def _check_distinct(folders: Iterable[PurePosixPath], where: Path) -> None:
-    """Raise a ValueError if folders of one name lie in different folders: are they one class, or no class at all?"""
+    """Raise a ValueError if folders of equal name have different parents: it is unclear whether they are one class."""
     found: dict[str, PurePosixPath] = {}
     for folder in folders:
         if (other := found.setdefault(folder.name, folder)) != folder:
@@ -155,7 +155,7 @@ def _check_distinct(folders: Iterable[PurePosixPath], where: Path) -> None:
 def _open_folders(root: Path, class_names: Sequence[str] | None, topmost: bool) -> ClassReader:
     suffixes = image_suffixes()
     files: list[str] = []
-    found: list[str] = []  # the leaves, and the folders with images
+    found: list[str] = []  # leaf folders, and folders with images
     for folder, below, names in walk(root):
         images = [os.path.join(folder, name) for name in names if os.path.splitext(name)[1].lower() in suffixes]
         if images and folder == str(root):
@@ -186,14 +186,14 @@ def _open_folders(root: Path, class_names: Sequence[str] | None, topmost: bool) 
 def _open_tars(
     root: Path, tars: Iterable[Path], class_names: Sequence[str] | None, topmost: bool = False
 ) -> ClassReader:
-    """Images are read by their places in a tar: no process shares the position of an open file with another."""
+    """Images are read by offset, so that processes do not share the position of an open file."""
     found: list[tuple[str, PurePosixPath, Place]] = []  # the path of an image in its tar, its folder, its place
     for tar in tars:
         folders: set[PurePosixPath] = set()
         with open_regular(tar) as file:
             outer = [] if tar == root else [tar.stem]
             for path, offset, size in _images_in(file, os.path.getsize(tar), tar):
-                # A class would be called "." if the paths in its tar begin with "./".
+                # Paths in a tar may start with "./", which is no class.
                 whole = PurePosixPath(*outer, *path)
                 if is_hidden(str(whole)):
                     continue
@@ -201,7 +201,7 @@ def _open_tars(
                     raise ValueError(f"{whole} of {root} lies in no class folder: move it into that of its class")
                 folders.add(whole.parent)
                 found.append((path[-1], whole.parent, Place(str(tar), offset, size)))
-        if class_names is None and not topmost:  # each tar for itself: several may be parts of one set
+        if class_names is None and not topmost:  # per tar, since several tars may be parts of one set
             _check_distinct(sorted(folders), tar)
     if not found:
         raise _no_images(root)
@@ -214,10 +214,10 @@ def _open_tars(
 
 
 def _images_in(file: IO[bytes], size: int, tar: Path, within: int = 0) -> Iterator[tuple[tuple[str, ...], int, int]]:
-    """Path (after those of the tars it is in), offset and size of each image of a tar of so many bytes.
+    """Path (with those of enclosing tars), offset and size of each image in a tar of `size` bytes.
 
-    A tar that is cut short or compressed, or a member that claims more than there is, raises a ValueError. A member
-    that is called a tar and is none is left out.
+    A truncated or compressed tar, or a member larger than the tar, raises a ValueError. A member named .tar that is no
+    tar is skipped.
     """
     suffixes = image_suffixes()
     if within > MOST_TARS_WITHIN:
@@ -260,7 +260,7 @@ def _first_block(file: IO[bytes]) -> bytes:
 
 
 def _begins_a_tar(block: bytes) -> bool:
-    """Whether the block is a header, perhaps a damaged one, or the end of an empty tar."""
+    """Whether the block is a tar header, perhaps a damaged one, or the end of an empty tar."""
     if block == bytes(BLOCK) or block[257:262] == b"ustar":
         return True
     try:
@@ -271,7 +271,7 @@ def _begins_a_tar(block: bytes) -> bool:
 
 
 def _check_uncompressed(block: bytes, name: str) -> None:
-    """Raise a ValueError if a file that begins so is compressed: images are read by their places in a tar."""
+    """Raise a ValueError if a file starting with this block is compressed: images are read by offset."""
     kind = next((kind for magic, kind in COMPRESSED.items() if block.startswith(magic)), None)
-    if kind and not _begins_a_tar(block):  # a tar begins with the name of a member, which may be anything
+    if kind and not _begins_a_tar(block):  # a tar starts with the name of a member, which may be anything
         raise ValueError(f"{name} is compressed with {kind}: decompress it first")

@@ -1,7 +1,7 @@
-"""Small images kept on the device: crops and flips are made there, by indexing, and no worker process is needed.
+"""Small datasets kept on the device: crops and flips are index operations there, without worker processes.
 
-What is random about an epoch, its plan, is drawn at its start: for each image its index, the corner of its crop and
-whether it is flipped. A batch is then a pure function of its rows of the plan, which a CUDA graph can hold.
+The random plan of an epoch is drawn at its start: for each image its index, the corner of its crop and whether it is
+flipped. A batch is then a pure function of its rows of the plan, which a CUDA graph can hold.
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from grassy.data.images import ArrayImages, Images
 from grassy.data.loader import Batch, EpochBatches, epoch_order, seed_of
 from grassy.runs.recipe import Recipe
 
-#: Sets up to this size are kept on a device without being asked to.
+#: Datasets up to this size in bytes are kept on the device by default.
 SMALL_ENOUGH = 4 * 2**30
 
 
 def unfit(recipe: Recipe, images: Images) -> str | None:
-    """Why the resident loader cannot serve a recipe on some images, or None if it can."""
+    """Why the resident loader does not support a recipe on these images; None if it does."""
     if recipe.crop == "resized":
-        return "crop is resized; the resident loader knows padded and none"
+        return "crop is resized; the resident loader supports padded and none"
     if recipe.aa or recipe.color_jitter:
         return "aa and color_jitter need the loader with workers"
     if not isinstance(images, ArrayImages):
@@ -33,7 +33,7 @@ def unfit(recipe: Recipe, images: Images) -> str | None:
 
 
 class ResidentLoader:
-    """Training batches of images that stay on the device."""
+    """Training batches from images on the device."""
 
     def __init__(self, images: ArrayImages, recipe: Recipe, batches: EpochBatches, device: torch.device) -> None:
         self.images, self.batches, self.device = images, batches, device
@@ -47,11 +47,11 @@ class ResidentLoader:
 
     @property
     def updates(self) -> int:
-        """Updates in an epoch."""
+        """Updates per epoch."""
         return self.batches.updates
 
     def plan(self, epoch: int) -> np.ndarray:
-        """Rows (index, top, left, flipped) for every image of an epoch, in its order; the same for all processes."""
+        """Rows (index, top, left, flipped) of all images of an epoch, in order, equal in all processes."""
         order = epoch_order(len(self.images), self.batches.seed, epoch, self.batches.repeats)
         rng = np.random.default_rng(seed_of(self.batches.seed, epoch, 1))
         corners = rng.integers(0, 2 * self.padding + 1, (len(order), 2))
@@ -66,7 +66,7 @@ class ResidentLoader:
         yield from torch.from_numpy(own.reshape(self.updates, parts, -1, 4)[start:].copy()).to(self.device)
 
     def assemble(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Images (B, 3, H, W) as uint8, channels last in memory, and labels (B,) of rows (B, 4) of the plan."""
+        """Images (B, 3, H, W) as channels-last uint8, and labels (B,), for rows (B, 4) of the plan."""
         index, top, left, flipped = rows.unbind(-1)
         y = top[:, None] + self.range
         x = left[:, None] + torch.where(flipped[:, None] > 0, self.size - 1 - self.range, self.range)
@@ -84,7 +84,7 @@ class ResidentLoader:
 
 
 class ResidentValidation:
-    """Every image of a small set once, from the memory of the device."""
+    """Each image of a small dataset once, from device memory."""
 
     def __init__(self, images: ArrayImages, batch_size: int, device: torch.device) -> None:
         self.pixels = torch.from_numpy(images.images).to(device)

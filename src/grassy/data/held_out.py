@@ -1,7 +1,7 @@
-"""One set of labelled images as two: a part of every class is held out for validation, the same in every run.
+"""Split one set of labelled images: a share of each class is held out for validation, the same in every run.
 
-Which images those are depends on the seed, and on the class and the file name of each image: not on the machine, on the
-order in which a disk lists its files, or on the other classes.
+The choice depends on the seed, the class and the file name of each image. It does not depend on the machine, on the
+order of files on disk, or on other classes.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ from grassy.runs.recipe import Recipe
 
 
 def set_to_split(recipe: Recipe, data_dir: Path | None) -> Path | None:
-    """Where the images are that a recipe has split into two: one folder of class folders, one tar or one .npz file.
+    """The path of the images that a recipe splits: one folder of class folders, one tar or one .npz file.
 
-    None if it has nothing split (`val_fraction` is 0, or the data set is no files), or if the folder has both parts.
+    None if nothing is to be split: `val_fraction` is 0, the dataset is not in files, or the folder has both parts.
     """
     if not recipe.val_fraction or recipe.dataset or data_dir is None or not data_dir.exists():
         return None
@@ -28,7 +28,7 @@ def set_to_split(recipe: Recipe, data_dir: Path | None) -> Path | None:
         return data_dir
     train, validation = (split_place(data_dir, names) for names in (TRAIN_NAMES, VALIDATION_NAMES))
     if validation is not None:
-        return None  # with nothing to train on beside it, this is an error that the caller tells of
+        return None  # without a training set beside it, the caller reports an error
     if train is None and below_the_split(data_dir) is not None:
         raise ValueError(f"{data_dir} holds neither class folders nor train and val{advice(data_dir)}")
     if train is None and holds_images(data_dir):
@@ -37,7 +37,7 @@ def set_to_split(recipe: Recipe, data_dir: Path | None) -> Path | None:
 
 
 def open_set(place: Path, class_names: Sequence[str] | None = None) -> tuple[Images, list[str]]:
-    """All images of a set, and a key for each: its path in the set, which stays when the set is moved."""
+    """All images of a set, and a key for each: its path relative to the set, which survives moving the set."""
     if place.suffix == ".npz":
         arrays = arrays_from_file(place, place.stem, class_names)
         return arrays, [str(index) for index in range(len(arrays))]
@@ -52,12 +52,12 @@ def open_set(place: Path, class_names: Sequence[str] | None = None) -> tuple[Ima
 
 
 def held_out(images: Images, keys: Sequence[str], fraction: float, seed: int) -> set[str]:
-    """Keys of the images to validate on: of each class the given share, rounded, but not all and, of two, not none.
+    """Keys of the images to validate on: the given share of each class, rounded, at least one if it has two, never all.
 
-    The one image of a class is trained on.
+    A class with one image is only trained on.
     """
     labels = images.labels()
-    assert labels is not None  # files and arrays tell theirs
+    assert labels is not None  # known for files and arrays
     names = images.class_names
     chosen: set[str] = set()
     for label in np.unique(labels).tolist():
@@ -69,12 +69,12 @@ def held_out(images: Images, keys: Sequence[str], fraction: float, seed: int) ->
 
 
 def _draw(seed: int, title: str, key: str) -> bytes:
-    """A random number for an image: by its name without the folders, so that a set may be moved or put into another."""
+    """A random key for an image, from its name without folders, so that a set may be moved or nested."""
     return hashlib.sha256(f"{seed}\n{title}\n{key.rpartition('/')[2]}".encode("utf-8", "surrogateescape")).digest()
 
 
 def part_of(images: Images, keys: Sequence[str], wanted: Collection[str], inside: bool) -> Images:
-    """The images whose keys are wanted, or, if not `inside`, the others; the numbers of the classes stay."""
+    """The images whose keys are wanted or, if not `inside`, the others; class indices stay."""
     indices = [index for index, key in enumerate(keys) if (key in wanted) == inside]
     if isinstance(images, ArrayImages):
         return ArrayImages(images.images[indices], images.labels()[indices], images.class_names, images.where)
@@ -95,9 +95,9 @@ def _reader_of(images: Images) -> ClassReader:
 
 
 def split(recipe: Recipe, place: Path, recorded: Sequence[str] | None = None) -> tuple[Images, Images, list[str]]:
-    """The images to train on, those to validate on, and the keys of these, sorted.
+    """The training images, the validation images, and the sorted keys of the latter.
 
-    recorded: the keys that a run held out before; those of them that are gone are held out no more.
+    recorded: the keys that a run held out before; missing ones are dropped.
     """
     images, keys = open_set(place)
     if recorded is not None:

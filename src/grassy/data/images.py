@@ -1,6 +1,6 @@
-"""Labelled images, wherever they lie: class folders, tars, arrays in .npz files, the digits.
+"""Labelled images from class folders, tars, arrays in .npz files, timm readers, or scikit-learn's digits.
 
-All of them look the same: a length, class names, an image and its label by index, and a name for messages.
+All have the same interface: a length, class names, an image and its label by index, and a name for messages.
 """
 
 from collections.abc import Sequence
@@ -34,14 +34,14 @@ class Images(Protocol):
     def name(self, index: int) -> str: ...
 
     def labels(self) -> np.ndarray | None:
-        """All labels, if they are known without reading the images."""
+        """All labels, if they are known without reading the images; else None."""
 
 
 def open_images(dataset: str, data_dir: Path | None, split: str, class_names: Sequence[str] | None = None) -> Images:
-    """A split of a data set.
+    """Open a split of a dataset.
 
     dataset: "" for files in data_dir (class folders, tars, or .npz), "digits", or the name of a timm reader.
-    class_names: of the training set, whose numbering a validation set has to share.
+    class_names: of the training set, whose class indices a validation set must share.
     """
     check_dataset(dataset)
     if dataset == "digits":
@@ -100,11 +100,11 @@ class ArrayImages:
 
 
 def arrays_from_file(path: Path, split: str, class_names: Sequence[str] | None = None) -> ArrayImages:
-    """A split from train.npz, test.npz and so on in a folder, or such a file itself.
+    """A split from a folder with train.npz, test.npz and so on, or from such a file.
 
-    A file has `x` (or `images`), `y` (or `labels`) and, if it likes, `classes`, the names. It is read without pickle.
+    A file has `x` (or `images`), `y` (or `labels`) and optionally `classes`, the names. It is read without pickle.
 
-    class_names: of the training set, whose numbering the labels get.
+    class_names: of the training set, whose class indices the labels get.
     """
     file = path if path.suffix == ".npz" else _npz(path, split)
     if file is None:
@@ -117,7 +117,7 @@ def arrays_from_file(path: Path, split: str, class_names: Sequence[str] | None =
             )
             classes = arrays.get("classes")
             found = ", ".join(arrays.files)
-    except Exception as error:  # at damaged archives zipfile, zlib and NumPy raise all sorts of things, MemoryError too
+    except Exception as error:  # zipfile, zlib and NumPy may raise anything for damaged archives, even MemoryError
         raise ValueError(f"{file} cannot be read as .npz: {error}") from None
     if images is None or labels is None:
         raise ValueError(f"{file} must hold x (or images) and y (or labels), found {found or 'nothing'}")
@@ -126,7 +126,7 @@ def arrays_from_file(path: Path, split: str, class_names: Sequence[str] | None =
 
 
 def _renumbered(images: ArrayImages, class_names: Sequence[str]) -> ArrayImages:
-    """The same images, with the numbers that the classes have in the training set."""
+    """The same images, with the class indices of the training set."""
     own = list(images.class_names or ())
     if own == list(class_names):
         return images
@@ -141,7 +141,7 @@ def _renumbered(images: ArrayImages, class_names: Sequence[str]) -> ArrayImages:
 
 
 def _in_the_order_of(images: Images, class_names: Sequence[str] | None, dataset: str) -> Images:
-    """The same images, with the numbers that the classes have in the training set, if both have names."""
+    """The same images, with the class indices of the training set, if both have names."""
     if class_names is None or images.class_names is None or list(images.class_names) == list(class_names):
         return images
     if isinstance(images, ArrayImages):
@@ -150,7 +150,7 @@ def _in_the_order_of(images: Images, class_names: Sequence[str] | None, dataset:
 
 
 def digits(split: str) -> ArrayImages:
-    """scikit-learn's 1,797 digits of 8x8 pixels; every fifth one is for validation."""
+    """scikit-learn's 1,797 digits of 8x8 pixels; every fifth is for validation."""
     from sklearn.datasets import load_digits
 
     if split not in (*TRAIN_NAMES, *VALIDATION_NAMES):
@@ -166,7 +166,7 @@ def digits(split: str) -> ArrayImages:
 
 
 class ReaderImages:
-    """What a reader of class folders, a random-access reader of timm, or a data set of torchvision gives."""
+    """Images of a class-folder reader, a random-access timm reader, or a torchvision dataset."""
 
     def __init__(self, dataset: Any, where: str) -> None:
         self.dataset, self.where = dataset, where
@@ -183,7 +183,7 @@ class ReaderImages:
         if self.reader is None:
             image, label = self.dataset[index]
             return crop_of(np.array(to_rgb(image)), crop), int(label)
-        # The reader itself, not timm's ImageDataset, which would quietly take another image for one that is broken.
+        # The reader itself, not timm's ImageDataset, which would silently replace a broken image by another.
         file, label, *_ = self.reader[index]
         with file:
             return read_pixels(file, crop), int(label)
@@ -194,7 +194,7 @@ class ReaderImages:
         return str(self.reader.filename(index, absolute=True))
 
     def labels(self) -> np.ndarray | None:
-        samples = getattr(self.reader, "samples", None)  # of timm's
+        samples = getattr(self.reader, "samples", None)  # timm's readers
         targets = getattr(self.reader, "targets", getattr(self.dataset, "targets", None))
         if targets is None and samples is not None:
             targets = [label for _, label in samples]
@@ -214,17 +214,19 @@ def _from_timm(name: str, data_dir: Path, split: str) -> Images:
         dataset = create_dataset(name, root=str(data_dir), split=split)
     except AssertionError as error:
         raise ValueError(str(error) or f"timm cannot open {name!r} in {data_dir}") from None
-    except RuntimeError as error:  # torchvision: not found or corrupted; its advice is not for our users
+    except RuntimeError as error:  # torchvision: not found or corrupted; its advice does not apply here
         why = str(error).replace("You can use download=True to download it", "grassy downloads nothing")
         raise ValueError(f"{name} in {data_dir}: {why}") from None
     pixels, targets = getattr(dataset, "data", None), getattr(dataset, "targets", None)
-    if isinstance(pixels, np.ndarray) and targets is not None:  # torchvision's CIFAR: the resident loader can take it
+    if (
+        isinstance(pixels, np.ndarray) and targets is not None
+    ):  # torchvision's CIFAR, which the resident loader supports
         return ArrayImages(pixels, np.asarray(targets), getattr(dataset, "classes", None), name)
     return ReaderImages(dataset, name)
 
 
 class Joined:
-    """Several sets, one after the other."""
+    """Several sets, concatenated."""
 
     def __init__(self, parts: list[Images]) -> None:
         self.parts = parts
@@ -266,7 +268,7 @@ def _npz(folder: Path, split: str) -> Path | None:
 
 
 def _split_folder(root: Path, split: str) -> Path:
-    """The folder or tar of a split. timm would take the whole tree where there is none, validation with training."""
+    """The folder or tar of a split. Without one, timm would use the whole tree, mixing validation with training."""
     for name in _split_names(split):
         for candidate in (root / name, root / f"{name}.tar"):
             if candidate.exists():
@@ -279,7 +281,7 @@ def _split_folder(root: Path, split: str) -> Path:
 
 
 def check_labels(images: Images, num_classes: int, what: str, hint: str = "") -> None:
-    """Raise a ValueError, which ends with the hint, for labels that a head of so many classes does not have."""
+    """Raise a ValueError, which ends with the hint, for labels beyond the classes of the head."""
     labels = images.labels()
     if labels is not None and len(labels) and labels.max() >= num_classes:
         index = int(labels.argmax())
@@ -288,7 +290,7 @@ def check_labels(images: Images, num_classes: int, what: str, hint: str = "") ->
 
 
 def beyond_the_head(image: str, label: int, num_classes: int) -> str:
-    """What is wrong with the label of an image."""
+    """The message for a label that the head does not have."""
     return f"{image} has label {label}, but the head has {num_classes} classes (0 to {num_classes - 1})"
 
 

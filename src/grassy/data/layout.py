@@ -1,4 +1,4 @@
-"""What a folder of images looks like: split into parts, class folders, one class, or one level off."""
+"""The layout of a folder of images: splits, class folders, one class, or one level off."""
 
 import os
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ VALIDATION_NAMES = ("val", "valid", "validation", "eval", "evaluation", "test")
 
 
 def split_place(folder: Path, names: Sequence[str]) -> Path | None:
-    """The folder, tar or .npz file of a split. A folder that holds images itself is a class that is called so."""
+    """The folder, tar or .npz file of a split. A folder that holds images itself is a class of that name."""
     for name in names:
         for place in (folder / name, folder / f"{name}.tar", folder / f"{name}.npz"):
             if place.is_file() or (place.is_dir() and not holds_images(place)):
@@ -20,7 +20,7 @@ def split_place(folder: Path, names: Sequence[str]) -> Path | None:
 
 
 def holds_images(folder: Path) -> bool:
-    """Whether images lie in the folder itself."""
+    """Whether the folder itself holds images."""
     suffixes = image_suffixes()
     with os.scandir(folder) as entries:
         return any(
@@ -30,18 +30,18 @@ def holds_images(folder: Path) -> bool:
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """The folders in a folder that are not hidden, sorted by name."""
+    """The visible folders in a folder, sorted by name."""
     return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not is_hidden(entry.name))
 
 
 def below_the_split(folder: Path) -> Path | None:
-    """The one folder in a folder that has the parts train and val, if this is one level too far up."""
+    """The only subfolder with train and val, if the given folder is one level too high."""
     found = [each for each in folders_in(folder)[:100] if split_place(each, TRAIN_NAMES)]
     return found[0] if len(found) == 1 and split_place(found[0], VALIDATION_NAMES) else None
 
 
 def advice(folder: Path) -> str:
-    """A phrase to append to an error about a folder that is no data set: what the user may have meant, or ""."""
+    """A phrase to append to an error about a folder that is no dataset: what the user may have meant, or ""."""
     folder = folder.absolute()
     parts = (*TRAIN_NAMES, *VALIDATION_NAMES)
     if (
@@ -49,7 +49,7 @@ def advice(folder: Path) -> str:
         and split_place(folder.parent, TRAIN_NAMES)
         and split_place(folder.parent, VALIDATION_NAMES)
     ):
-        return f"; it is a part of a data set: give --data-dir {folder.parent}"
+        return f"; it is a part of a dataset: give --data-dir {folder.parent}"
     if (below := below_the_split(folder)) is not None:
         return f"; did you mean --data-dir {below}?"
     if holds_images(folder):

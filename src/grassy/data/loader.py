@@ -1,8 +1,8 @@
-"""Batches for training and validation, the same in every run with the same seed.
+"""Batches for training and validation, equal in every run with the same seed.
 
-Everything random about an image is drawn from a seed of its own, made of the run's seed, the epoch and the image's
-place in the epoch. So a batch does not depend on the number of worker processes, on how many processes share an epoch,
-or on where a run was interrupted and resumed.
+Each image has its own seed, made from the run's seed, the epoch and the image's position in the epoch. So a batch does
+not depend on the number of workers, on the number of processes that share an epoch, or on where a run was interrupted
+and resumed.
 
 An update of the weights takes `batch_size` images: rank r of R takes every R-th of them, in `grad_accum_steps` parts.
 """
@@ -38,10 +38,10 @@ class Failure(NamedTuple):
 
 @dataclass
 class Batch:
-    """Images (B, 3, H, W) as uint8, labels (B,), and what could not be read.
+    """Images (B, 3, H, W) as uint8, labels (B,), and the images that could not be read.
 
-    Of a place for which there is no image, `blank` of them, the label is −1. `indices` of the images, B of them, are
-    known where they are drawn one by one.
+    `blank` entries have no image and the label −1. `indices` (B of them) are the images' indices, if they are drawn
+    one by one.
     """
 
     images: Tensor
@@ -51,14 +51,14 @@ class Batch:
     blank: int = 0
 
     def pin_memory(self) -> "Batch":
-        """Called by torch's DataLoader: from pinned memory, copies to a GPU do not wait."""
+        """Called by torch's DataLoader: copies from pinned memory to a GPU are asynchronous."""
         self.images, self.labels = self.images.pin_memory(), self.labels.pin_memory()
         return self
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of every batch this process takes."""
+    """The part of every batch that this process takes."""
 
     rank: int = 0
     world_size: int = 1
@@ -68,19 +68,19 @@ class Share:
 
 
 def seed_of(*parts: int) -> int:
-    """63 bits from some integers, unrelated for related integers."""
+    """Hash integers to 63 bits, uncorrelated for similar integers."""
     digest = hashlib.blake2b(np.array(parts, dtype=np.int64).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def epoch_order(length: int, seed: int, epoch: int, repeats: int = 1) -> np.ndarray:
-    """Indices in the order of an epoch; with repeats, each image that takes part comes several times in a row."""
+    """Indices in the order of an epoch; with repeats, each chosen image comes several times in a row."""
     order = np.random.default_rng(seed_of(seed, epoch)).permutation(length)
     return order if repeats == 1 else np.repeat(order, repeats)[:length]
 
 
 class EpochBatches:
-    """For each part of each update of an epoch, a list of (index, seed), from update `start` on: a batch sampler."""
+    """Batch sampler: for each part of each update of an epoch from `start` on, a list of (index, seed)."""
 
     def __init__(self, length: int, batch_size: int, parts: int, share: Share, seed: int, repeats: int = 1) -> None:
         self.length, self.batch_size, self.parts, self.share = length, batch_size, parts, share
@@ -113,7 +113,7 @@ class EpochBatches:
 
 
 class Samples(torch.utils.data.Dataset[Any]):
-    """Transformed images. For training, an image that cannot be read gives way to the next one that can."""
+    """Transformed images. In training, the next readable image replaces one that cannot be read."""
 
     def __init__(self, images: Images, transform: Transform, training: bool) -> None:
         self.images, self.training = images, training
@@ -130,11 +130,11 @@ class Samples(torch.utils.data.Dataset[Any]):
             i = (index + attempt) % len(self.images)
             with seeded(seed):
                 try:
-                    # A crop is drawn first, since it says at which scale a file has to be decoded.
+                    # The crop is drawn first, since it determines the scale at which a file is decoded.
                     image, label = self.images.load(i) if self.crop is None else self.images.load(i, self.crop)
-                    if label < 0:  # what some sets have where there is none
+                    if label < 0:  # some datasets mark missing labels so
                         raise ValueError(f"its label is {label}")
-                except Exception as error:  # decoders raise all sorts of things at broken files
+                except Exception as error:  # decoders may raise anything for broken files
                     failures.append(Failure(self.images.name(i), reason_for(error)))
                     continue
                 return self.rest(image), label, i, failures
@@ -143,7 +143,7 @@ class Samples(torch.utils.data.Dataset[Any]):
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw from Python's, NumPy's and torch's generators of the CPU as if they were new, and put them back after."""
+    """Seed Python's, NumPy's and torch's CPU generators, and restore their states afterwards."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 (what transforms use)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
@@ -157,7 +157,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def collate(samples: Sequence[tuple[Tensor | None, int, int, list[Failure]]]) -> Batch:
-    """A batch. Images that could not be read are blank, with the label −1."""
+    """Collate a batch. Images that could not be read are blank, with the label −1."""
     known = next((image for image, *_ in samples if image is not None), None)
     if known is None:
         known = torch.zeros(3, 1, 1, dtype=torch.uint8)
@@ -177,7 +177,7 @@ def collate(samples: Sequence[tuple[Tensor | None, int, int, list[Failure]]]) ->
 
 
 class WorkerLoader:
-    """Training batches decoded and transformed by worker processes."""
+    """Training batches, decoded and transformed by worker processes."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class WorkerLoader:
 
 
 class ValidationLoader:
-    """Every image of a set once, in order, by worker processes; rank r of R takes every R-th."""
+    """Each image of a set once, in order, by worker processes; rank r of R takes every R-th."""
 
     def __init__(
         self,
@@ -247,16 +247,16 @@ class ValidationLoader:
 
 
 def processors() -> int:
-    """How many this process may use. More workers would only get in each other's way."""
+    """The number of CPU cores that this process may use; more workers would not help."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def worker_options(workers: int, device: torch.device) -> dict[str, Any]:
     """Options of a DataLoader that yields `Batch`es."""
     options: dict[str, Any] = {"collate_fn": collate, "num_workers": workers}
-    if workers:  # they stay: starting them again would cost seconds in every epoch
+    if workers:  # persistent, because starting them costs seconds
         options |= {"persistent_workers": True, "worker_init_fn": _start_worker}
-        if sys.platform == "linux":  # from Python 3.14 on the default is forkserver; _start_worker needs a fork
+        if sys.platform == "linux":  # Python 3.14 defaults to forkserver, but _start_worker needs fork
             options["multiprocessing_context"] = "fork"
     if device.type == "cuda":
         options |= {"pin_memory": True}
@@ -265,8 +265,8 @@ def worker_options(workers: int, device: torch.device) -> dict[str, Any]:
 
 def _start_worker(_: int) -> None:
     torch.set_num_threads(1)
-    # Ctrl-C and SIGTERM are for the main process, also where all get them, as Slurm, systemd and Kubernetes send them.
-    # It still needs its workers then, and ends them, if it has to, by a SIGTERM of its own. This needs a fork:
+    # Only the main process handles Ctrl-C and SIGTERM, though Slurm, systemd and Kubernetes send them to all processes.
+    # It still needs its workers then, and ends them by its own SIGTERM if necessary. This needs fork:
     # the main process is then the parent, and there are no threads yet that would let a SIGTERM through.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
@@ -275,7 +275,7 @@ def _start_worker(_: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Exit at a SIGTERM that the parent has sent; those of others pass."""
+    """Exit on a SIGTERM from the parent; ignore those of others."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)
@@ -284,9 +284,9 @@ def _end_with_parent() -> None:
 def checked(
     batches: Iterable[Batch], num_classes: int | None, name: Callable[[int], str] | None = None
 ) -> Iterator[Batch]:
-    """The same batches, or a ValueError for a label that the head does not have: a GPU would only say "assert".
+    """The same batches; a ValueError for a label beyond the head's classes, for which CUDA would only report an assert.
 
-    name: of an image by its index, for the message.
+    name: maps the index of an image to its name, for the message.
     """
     for batch in batches:
         if num_classes is not None:

@@ -1,4 +1,4 @@
-"""The data of a run: the sets that a recipe names, and the loaders that fit them."""
+"""The data of a run: the datasets of a recipe, and suitable loaders."""
 
 import os
 from collections import Counter
@@ -16,33 +16,33 @@ from grassy.data.transforms import eval_transform, train_transform
 from grassy.distributed.processes import Process
 from grassy.runs.recipe import Recipe
 
-#: A class with fewer training images is worth a word.
+#: Warn about classes with fewer training images.
 FEW = 5
 
 
 @dataclass
 class Data:
-    """Loaders, and what the model has to know of the data."""
+    """Loaders, and what the model needs to know about the data."""
 
     train: WorkerLoader | ResidentLoader | StreamLoader
     validation: ValidationLoader | ResidentValidation | StreamValidation
-    #: Whether each process validates its own part of the images.
+    #: Whether each process validates only its part of the images.
     sharded: bool
     num_classes: int
     class_names: list[str] | None
     batch_size: int
-    #: For the user: what was done differently from what was asked.
+    #: Messages to the user about deviations from the recipe.
     notes: list[str]
-    #: The images that were held out for validation, if the run split its data itself: what its record says.
+    #: Keys of the images held out for validation, if the run split its data itself.
     held_out: list[str] | None = None
-    #: Those that a run held out before it was resumed and that are no longer there.
+    #: Keys that the run held out before it was resumed, and that no longer exist.
     gone: list[str] = field(default_factory=list)
 
 
 def open_data(recipe: Recipe, data_dir: Path | None, process: Process, recorded: Sequence[str] | None = None) -> Data:
-    """The training and the validation set of a recipe, checked against each other and against its head.
+    """Open the training and validation sets of a recipe, and check them against each other and the head.
 
-    recorded: what a run that is resumed has held out; None draws the images to hold out.
+    recorded: the keys that a resumed run has held out; None to draw them.
     """
     share = Share(process.rank, process.world_size)
     if recipe.dataset.startswith(STREAMS):
@@ -101,9 +101,9 @@ def open_data(recipe: Recipe, data_dir: Path | None, process: Process, recorded:
 def open_validation(
     recipe: Recipe, data_dir: Path | None, images: Images | None, num_classes: int, process: Process
 ) -> tuple[ValidationLoader | ResidentValidation | StreamValidation, bool]:
-    """Batches to validate a model of so many classes on, and whether each process has its own part of them.
+    """Validation batches for a model with `num_classes`, and whether each process has its own part of them.
 
-    images: those of the recipe's `val_split`; None for a stream, which has none to choose from.
+    images: those of the recipe's `val_split`; None for a stream.
     """
     if images is None:
         return _validation_stream(recipe, data_dir, num_classes, process), True
@@ -114,7 +114,7 @@ def open_validation(
 def _validation_loader(
     recipe: Recipe, images: Images, num_classes: int, process: Process
 ) -> ValidationLoader | ResidentValidation:
-    """All images of a set, prepared as the recipe tests them."""
+    """All images of a set, with the recipe's preprocessing for testing."""
     size = recipe.test_size or recipe.img_size
     batch_size = recipe.val_batch_size or max(1, min(1000, recipe.batch_size))
     if isinstance(images, ArrayImages) and images.images.shape[1:3] == (size, size) and recipe.crop_pct == 1:
@@ -130,11 +130,11 @@ def _validation_stream(recipe: Recipe, data_dir: Path | None, num_classes: int, 
 
 
 def _batch_size(recipe: Recipe, images: int, parts: int) -> tuple[int, list[str]]:
-    """The batch of all processes: the recipe's, or less if there are fewer images than that."""
+    """The total batch size: the recipe's, or less if there are fewer images."""
     if recipe.batch_size <= images:
         _check_division(recipe, parts)
         return recipe.batch_size, []
-    unit = 2 * parts if recipe.mixes else parts  # mixup and cutmix pair up the images of a part
+    unit = 2 * parts if recipe.mixes else parts  # mixup and cutmix pair the images of a part
     batch_size = images // unit * unit
     if batch_size < 1:
         pairs = " of pairs" if recipe.mixes else ""
@@ -143,7 +143,7 @@ def _batch_size(recipe: Recipe, images: int, parts: int) -> tuple[int, list[str]
 
 
 def _unusual(images: Images) -> list[str]:
-    """What to say of images in a format beside the usual ones: they may be masks, or copies."""
+    """Warnings about images in unusual formats, which may be masks or copies."""
     files = getattr(getattr(images, "reader", None), "names", [])
     kinds = Counter(os.path.splitext(file)[1].lower() for file in files)
     some = {kind: count for kind, count in kinds.items() if kind in MORE_SUFFIXES}
@@ -154,7 +154,7 @@ def _unusual(images: Images) -> list[str]:
 
 
 def _deeper(images: Images, place: Path) -> list[str]:
-    """What to say of images that lie in folders within those of their classes."""
+    """Warnings about images in subfolders of their class folders."""
     if not isinstance(reader := getattr(images, "reader", None), ClassReader) or images.class_names is None:
         return []
     folders = [PurePath(name).parent.name for name in reader.names]
@@ -171,7 +171,7 @@ def _deeper(images: Images, place: Path) -> list[str]:
 
 
 def _check_numbering(images: Images, held_out: Images) -> None:
-    """Raise a ValueError if the validation images alone are numbered by the names of their folders."""
+    """Raise a ValueError if only the validation images take their classes from folder names."""
     if images.class_names is None and isinstance(getattr(held_out, "reader", None), ClassReader):
         raise ValueError(
             "the training images have numbers for their classes and the validation images have names: give both names "
@@ -180,7 +180,7 @@ def _check_numbering(images: Images, held_out: Images) -> None:
 
 
 def _few(images: Images) -> list[str]:
-    """What to say of classes with so few training images that little can be learned of them."""
+    """Warnings about classes with very few training images."""
     labels = images.labels()
     if labels is None:
         return []
@@ -195,7 +195,7 @@ def _few(images: Images) -> list[str]:
 
 
 def _unseen(images: Images, held_out: Images) -> list[str]:
-    """What to say of classes that are trained and never validated, if the labels are known."""
+    """Warnings about classes without validation images, if the labels are known."""
     trained, validated = images.labels(), held_out.labels()
     if trained is None or validated is None:
         return []

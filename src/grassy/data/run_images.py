@@ -1,4 +1,4 @@
-"""The images that a saved model is measured on: those that its run held out, where the run found them."""
+"""The images to measure a saved model on: those that its run held out."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,15 +12,15 @@ from grassy.runs.recipe_changes import with_changes
 from grassy.runs.records import read_split, remembered_data_dir
 from grassy.runs.weights import Description
 
-#: A folder with this share of the images that a run held out is the data of the run, some files of which are gone.
+#: A folder with at least this share of the held-out images is the run's data, with some files missing.
 MOST = 0.5
-#: A folder elsewhere with less than this share is other data: some files of one name are common.
+#: Another folder with less than this share is other data: some equal file names are common.
 ALMOST_NONE = 0.1
 
 
 @dataclass(frozen=True)
 class RunImages:
-    """Labelled images, numbered as the model's classes are; where they lie, and what to tell the user of them."""
+    """Labelled images with the model's class indices, their location, and messages to the user."""
 
     images: Images
     data_dir: Path | None
@@ -28,7 +28,7 @@ class RunImages:
 
 
 def run_recipe(about: Description, split: str | None = None, dataset: str | None = None) -> Recipe:
-    """The recipe that is saved with a model, or the view of one that no recipe made; with another split or data set."""
+    """The recipe saved with a model, or one built from its description, with another split or dataset if given."""
     view = {name: getattr(about, name) for name in ("img_size", "crop_pct", "interpolation")}
     changes = {"val_split": split, "dataset": dataset}
     recipe = saved_recipe(about.recipe or view)
@@ -36,14 +36,14 @@ def run_recipe(about: Description, split: str | None = None, dataset: str | None
 
 
 def data_dir_of(file: Path, recipe: Recipe, data_dir: Path | None, dataset: str | None = None) -> Path | None:
-    """The folder that is given, or else the one that the run of these weights remembers."""
+    """The given folder, or else the one that the run of these weights recorded."""
     if data_dir is not None or recipe.dataset == "digits" or dataset is not None:
         return data_dir
     return remembered_data_dir(file.parent)
 
 
 def run_images(file: Path, about: Description, recipe: Recipe, data_dir: Path | None) -> RunImages:
-    """The split `recipe.val_split` of the data of a run, whose weights are in `file`."""
+    """The split `recipe.val_split` of the data of the run with the weights `file`."""
     place = set_to_split(recipe, data_dir)
     notes: list[str] = []
     if place is None:
@@ -56,20 +56,20 @@ def run_images(file: Path, about: Description, recipe: Recipe, data_dir: Path | 
 
 
 def check_order(images: Images, about: Description, file: Path) -> None:
-    """Raise a ValueError for class folders whose order nobody knows to be that of the model's classes.
+    """Raise a ValueError for class folders that cannot be matched to the model's classes.
 
-    Libraries number folders differently: torchvision puts Zebra before ant and 10 before 2, timm and grassy do not.
+    Libraries order folders differently: torchvision puts Zebra before ant and 10 before 2; timm and grassy do not.
     """
     by_name = isinstance(getattr(images, "reader", None), ClassReader)
     if by_name and about.class_names is None:
         raise ValueError(
             f"{file} does not say what its classes are called, so class folders cannot be matched to them: save the "
-            "weights again by grassy.save(model, path, class_names=[...]), in the order of the labels"
+            "weights again with grassy.save(model, path, class_names=[...]), in the order of the labels"
         )
 
 
 def _part(file: Path, about: Description, recipe: Recipe, place: Path, notes: list[str]) -> Images:
-    """The part of a set that is split: as the run recorded it or, without its record, as the same rule splits it."""
+    """One part of a split set: as the run recorded it or, without a record, by the same rule."""
     training = recipe.val_split in TRAIN_NAMES
     if not training and recipe.val_split not in VALIDATION_NAMES:
         raise ValueError(f"{place} is split by val_fraction into train and val: it has no split {recipe.val_split!r}")

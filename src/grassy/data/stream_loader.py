@@ -1,11 +1,11 @@
-"""Sets that are read in order, shard by shard (WebDataset and the like), through timm's iterable readers.
+"""Datasets that are read in order, shard by shard (WebDataset and similar), through timm's iterable readers.
 
-Their order is the reader's: the same seed gives the same order for the same number of processes and workers. A run
-that is resumed in the middle of an epoch reads on from there by skipping what it had seen; crops and flips are then
-drawn anew. So the number of workers is the recipe's, however few processors there are.
+The reader determines the order: equal seeds give equal orders for equal numbers of processes and workers. A run that
+is resumed within an epoch skips what it has seen; crops and flips are then drawn anew. So the number of workers is
+always the recipe's, however few CPU cores there are.
 
-Images of a WebDataset that cannot be read are left out and told with the next batch of their worker. The other readers
-of timm stop at them.
+Unreadable images of a WebDataset are skipped and reported with the next batch of their worker. timm's other readers
+stop at them.
 """
 
 import io
@@ -53,7 +53,7 @@ class StreamLoader:
             if len(parts) < self.parts:
                 if update == 0:
                     raise ValueError("not one batch of images could be read from the stream: is this the right data?")
-                return  # the shards held less than they said
+                return  # the shards held fewer images than declared
             if update >= start:
                 yield parts
 
@@ -62,7 +62,7 @@ class StreamLoader:
 
 
 class StreamValidation:
-    """Every image of a stream; the readers share them among the processes."""
+    """Each image of a stream once; the readers share them among the processes."""
 
     def __init__(
         self, recipe: Recipe, data_dir: Path | None, transform: Transform, device: torch.device, num_classes: int
@@ -100,7 +100,7 @@ def _loader(stream: Any, batch_size: int, workers: int, device: torch.device) ->
 
 
 def _collate(samples: list[tuple[Any, Any]]) -> Batch:
-    """A batch; it is put together in the worker that read its images, and so takes along what this one could not."""
+    """Collate a batch in the worker that read its images, with the images that this worker could not read."""
     batch = collate([(torch.as_tensor(image), int(label), -1, []) for image, label in samples])
     batch.failures, _unreadable[:] = list(_unreadable), []
     return batch
@@ -112,7 +112,7 @@ _unreadable: list[Failure] = []  # of this process, since its last batch
 
 
 def _start_webdataset(reader: Any) -> None:
-    """What timm does, but its function that decodes an image is wrapped: by itself it leaves a line in a log."""
+    """Start the reader as timm does, but wrap its image decoder, which would only log failures."""
     reader.input_img_mode = ""  # the conversion to RGB is ours
     type(reader)._lazy_init(reader)
     for stage in reader.ds.pipeline:
@@ -124,9 +124,11 @@ def _decode(decode: partial[Any], sample: dict[str, Any]) -> dict[str, Any] | No
     try:
         for key in decode.keywords["image_key"].split(";"):
             if key in sample:
-                open_image(io.BytesIO(sample[key]))  # the header alone: timm would take all that Pillow knows
+                open_image(
+                    io.BytesIO(sample[key])
+                )  # reads the header only: timm would accept any format that Pillow knows
         decoded = decode(sample)
         return decoded and {**decoded, "jpg": np.array(to_rgb(decoded["jpg"]))}
-    except Exception as error:  # as for files
+    except Exception as error:  # decoders may raise anything, as for files
         _unreadable.append(Failure(f"{sample.get('__key__')} of {sample.get('__url__')}", reason_for(error)))
         return None

@@ -1,4 +1,4 @@
-"""What happens to an image before the model sees it, by timm's and torchvision's transforms.
+"""Transforms of single images, by timm and torchvision.
 
 Images arrive as RGB pixels (H, W, 3) of uint8 and leave as uint8 (3, H, W): a quarter of the bytes to move, to be
 normalised on the device.
@@ -20,7 +20,7 @@ Transform = Callable[[np.ndarray], Tensor]
 
 
 def train_transform(recipe: Recipe) -> Transform:
-    """Random crop, flip, policy and jitter. Erasing and mixing are for batches on the device: see `loader`."""
+    """Random crop, flip, policy and jitter. Erasing and mixing happen on batches: see `batch_transforms`."""
     import_torchvision()
     from timm.data import create_transform
     from torchvision import transforms
@@ -37,7 +37,7 @@ def train_transform(recipe: Recipe) -> Transform:
         options |= {"scale": recipe.scale, "ratio": recipe.ratio}
     try:
         whole = create_transform(recipe.img_size, is_training=True, use_prefetcher=True, **options)
-    except (AssertionError, KeyError, ValueError, IndexError) as error:  # all else in the options has been checked
+    except (AssertionError, KeyError, ValueError, IndexError) as error:  # all other options have been checked
         if not recipe.aa:
             raise
         raise ValueError(f"timm knows no augmentation aa={recipe.aa}: {error}") from None
@@ -46,7 +46,7 @@ def train_transform(recipe: Recipe) -> Transform:
         if recipe.interpolation not in RESAMPLED_BY_TORCH:
             return of_pixels(whole)
         return CropTransform(first, transforms.Compose([_of_tensors(step) for step in others]))
-    # timm begins with the random resized crop; another crop takes its place.
+    # timm starts with the random resized crop; replace it by another crop.
     crop: list[Any] = _resizing(recipe.img_size, 1.0, recipe.interpolation).transforms[:-1]
     if recipe.crop == "padded":
         crop.append(transforms.RandomCrop(recipe.img_size, padding=recipe.padding))
@@ -54,7 +54,7 @@ def train_transform(recipe: Recipe) -> Transform:
 
 
 def eval_transform(size: int, crop_pct: float, interpolation: str) -> Transform:
-    """Resize the short side to size / crop_pct and crop the centre: by Pillow, so that accuracies are those of timm."""
+    """Resize the short side to size / crop_pct and crop the centre, with Pillow, for the same accuracies as timm."""
     return of_pixels(_resizing(size, crop_pct, interpolation))
 
 
