@@ -1,12 +1,12 @@
-"""What the analyses cost: all principal angles of all pairs of classes, and measures of many features.
+"""The cost of the analyses: all principal angles of all pairs of classes, and measures of many features.
 
-Angles: `pairwise_principal_angles` of C random subspaces against `scipy.linalg.subspace_angles` pair by pair, on a
-sample of the pairs, in turns with it. scipy is given float32, where it is fastest, and float64, where it is as
-accurate; the largest difference from the latter is printed. scipy runs on the CPU whatever the device.
+Angles: `pairwise_principal_angles` of C random subspaces takes turns with `scipy.linalg.subspace_angles` on a sample of
+the pairs. SciPy runs on the CPU in float32, where it is fastest, and in float64, where it is as accurate. The largest
+difference from float64 is printed.
 
-With --features: seconds and peak memory of the measures of 200,000 x 2,048 float32 features in 1,000 classes, each in a
-process of its own. On a CPU the peak is that of the whole process (getrusage), Python, torch and features included; on
-a GPU that of torch's allocations.
+`--features` adds time and peak memory of the measures of 200,000 x 2,048 float32 features in 1,000 classes, each in its
+own process. On a CPU the peak is that of the whole process (getrusage), with Python, torch and features. On a GPU it is
+that of torch's allocations.
 """
 
 import argparse

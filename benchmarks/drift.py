@@ -1,12 +1,11 @@
-"""How far bases drift from orthonormality, and how exact a step is: `python -m benchmarks.drift`.
+"""Drift from orthonormality, and accuracy of a step: `python -m benchmarks.drift`.
 
-The same random gradients drive three optimizers in float32: Algorithm 1 of the paper without its step 5, Algorithm 1
-with step 5, a QR decomposition, in every fifth step, as the paper runs it, and `kernels.geodesic_step`. The error is
-the largest entry of |W Wᵀ − I|, computed in float64. The gradients are of such a size that classes turn by some
-hundredths of a radian a step.
+The same random gradients drive three optimizers in float32: the paper's Algorithm 1 without its step 5, Algorithm 1
+with step 5 (a QR decomposition in every fifth step, as in the paper), and `kernels.geodesic_step`. The error is the
+largest entry of |W Wᵀ − I|, computed in float64. The gradients rotate classes by some hundredths of a radian per step.
 
-One step of ours in float32 is also compared with Algorithm 1 in float64 from the same state: the largest distance, over
-classes, between the subspaces that they reach.
+One float32 step of grassy is also compared with Algorithm 1 in float64 from the same state. The result is the largest
+distance, over classes, between the subspaces that they reach.
 """
 
 import argparse
@@ -31,10 +30,10 @@ def algorithm_1(s: Tensor, m: Tensor, d: Tensor, driver: str | None) -> None:
 
 
 def size_of_gradients(n: int) -> float:
-    """The standard deviation that makes a class turn by about TURN radians a step.
+    """The standard deviation that rotates a class by about TURN radians per step.
 
-    A singular value of a Gaussian N x K matrix is about √N standard deviations, and the momentum of independent
-    gradients is larger than one of them by 1/√(1 − μ²).
+    A singular value of a Gaussian N x K matrix is about √N standard deviations. The momentum of independent gradients
+    is larger than one of them by a factor of 1/√(1 − μ²).
     """
     return TURN / LR * (1 - MOMENTUM**2) ** 0.5 / n**0.5
 

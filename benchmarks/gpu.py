@@ -22,7 +22,7 @@ def need_gpu(device: str = "cuda") -> None:
 
 
 def machine(device: str = "cuda") -> dict[str, Any]:
-    """What a results file begins with."""
+    """The first fields of a results file."""
     versions = {"grassy": grassy.__version__, "torch": torch.__version__, "python": platform.python_version()}
     versions["commit"] = environment(torch.device("cpu"))["commit"]  # of the code, so that a figure can be traced to it
     try:
@@ -68,11 +68,11 @@ def captured(work: Callable[[], Any]) -> Captured:
 
 
 def medians(contestants: dict[str, Callable[[], Any]], rounds: int = 30, dirty: bool = False) -> dict[str, float]:
-    """Milliseconds of each, taking turns.
+    """Median milliseconds of each contestant; they take turns.
 
-    Before each run a gigabyte is written, then read: that empties the L2 cache, and gives the host time to be ahead, so
-    that nothing but the work lies between the two events. Read, because what was only written has yet to go to memory:
-    the cache would be full of it, and the work would wait for those bytes too. `dirty` leaves them there.
+    Before each run a gigabyte is written, then read. This empties the L2 cache and lets the host run ahead, so that
+    only the work lies between the two events. Without the read, written bytes would still fill the cache, and the work
+    would wait until they reach memory; `dirty` leaves them there.
     """
     flush = torch.empty(2**28, device="cuda")
     total = torch.empty((), device="cuda")
@@ -94,10 +94,10 @@ def medians(contestants: dict[str, Callable[[], Any]], rounds: int = 30, dirty: 
 
 
 def medians_in_graphs(contestants: dict[str, Callable[[], Any]], rounds: int = 30) -> dict[str, float]:
-    """Milliseconds of each, taking turns, among other work: between two events that are nodes of one graph.
+    """Median milliseconds of each contestant within a larger graph, between two events that are nodes of that graph.
 
-    What comes before them in the graph empties the cache, as `medians` does. That the host launches a graph, a few
-    microseconds, is not in these times; that a kernel follows another one is.
+    Earlier nodes empty the cache, as `medians` does. The times exclude the launch of a graph by the host, a few
+    microseconds, but include the gap between two kernels.
     """
     flush = torch.empty(2**28, device="cuda")
     total = torch.empty((), device="cuda")
@@ -123,7 +123,7 @@ def medians_in_graphs(contestants: dict[str, Callable[[], Any]], rounds: int = 3
 
 
 def copy_bandwidth() -> float:
-    """Bytes a millisecond, read and written, of the fastest way to copy a gigabyte: by the driver, or by a kernel."""
+    """Bytes per millisecond, read and written, of the fastest copy of a gigabyte: by the driver or by a kernel."""
     source = torch.empty(2**28, device="cuda")
     target = torch.empty_like(source)
     ways = {"driver": lambda: target.copy_(source), "kernel": captured(lambda: torch.neg(source, out=target))}

@@ -1,12 +1,11 @@
-"""What the head costs on a GPU, forward and backward with cross-entropy: `python -m benchmarks.head`.
+"""The cost of the head on a GPU, forward and backward with cross-entropy: `python -m benchmarks.head`.
 
-The yardstick is the arithmetic that no implementation can avoid, as torch does it: `nn.Linear(n, C*k, bias=False)`,
-forward, and backward from a gradient that is given. Beside it stand the loss without logits
-(`kernels.subspace_cross_entropy`), the logits by kernels with torch's cross-entropy, the same in eager torch
-(`impl="reference"`), and what people use now: `nn.Linear(n, C)` with cross-entropy.
+The baseline is the unavoidable arithmetic in torch: `nn.Linear(n, C*k, bias=False)`, forward, and backward from a given
+gradient. The contestants are the loss without logits (`kernels.subspace_cross_entropy`), the logits by kernels with
+torch's cross-entropy, the same in eager torch (`impl="reference"`), and the usual `nn.Linear(n, C)` with cross-entropy.
 
-All under bfloat16 autocast with float32 weights, features and gradients; features and weight get fresh gradients in
-every run. By CUDA-graph replay with the L2 cache emptied first, the contestants taking turns.
+All run under bfloat16 autocast with float32 weights, features and gradients; each run computes fresh gradients. They
+are CUDA graphs, take turns, and start with an empty L2 cache.
 """
 
 import argparse

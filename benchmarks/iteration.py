@@ -1,11 +1,15 @@
-"""What a training iteration costs with subspaces instead of vectors: `python -m benchmarks.iteration`.
+"""The cost of a training iteration with subspaces instead of vectors: `python -m benchmarks.iteration`.
 
-Forward, backward and the step of `grassy.make_optimizer` with SGD, of the paper's eight architectures at its batch
-sizes per GPU, 224 pixels and 1,000 classes: with timm's own linear classifier, and with the Grassmann head, k = 8.
-bfloat16 autocast, channels last, random images that are on the GPU already, no torch.compile. Each iteration is a CUDA
-graph, so that the time to launch kernels does not count, and the two heads take turns. With `--peers`, and for the
-residual networks with 50 layers anyway, so do two others: head and step in plain torch, and the same head with
-Algorithm 1 as the paper has it, an SVD in every step and a QR in every fifth, which cannot be captured.
+An iteration is forward, backward and the step of `grassy.make_optimizer` with SGD. The models are the paper's eight
+architectures with its batch sizes per GPU, 224 pixels and 1,000 classes. Each has timm's linear classifier, or the
+Grassmann head with k = 8.
+
+Iterations run under bfloat16 autocast in channels-last format, on random images in GPU memory, without torch.compile.
+Each is a CUDA graph, so the time to launch kernels does not count. The two heads take turns.
+
+`--peers` adds two contestants, which the 50-layer residual networks always have. One is head and step in plain torch.
+The other is the same head with the paper's Algorithm 1: an SVD in every step and a QR in every fifth, which a graph
+cannot capture.
 
     python -m benchmarks.iteration --models resnet50:256 resnet50:32
     python -m benchmarks.iteration --device cpu --models resnet18:2 --image-size 32 --rounds 1      no graphs

@@ -1,12 +1,12 @@
 """One process of many that share a head: `python -m benchmarks.scale_out` measures it on one GPU.
 
-torch's "fake" process group stands in for the others. Its collectives have the right sizes and take no time, and what
-they bring is wrong: memory, kernels and launches are those of one process of W, and the loss means nothing.
+torch's "fake" process group replaces the other processes. Its collectives have the right sizes, take no time and return
+wrong values. So memory, kernels and launches are those of one process of W, and the loss is meaningless.
 
-For each case: the time of an update (loss, backward and step) and the peak of memory; the same local work in a process
-that has the classes of one shard for itself, and as many features as all processes together; the bytes that are sent,
-counted and by formula. With `--model`, a table of the modelled time of communication in three networks, and of what
-fits on a GPU: no measurement, and no GPU needed. `--device cpu --small` shows on any machine that it works.
+For each case it measures the time of an update (loss, backward and step), the peak memory, and the bytes sent, counted
+and by formula. It compares them with the same local work in one process without sharding: the classes of one shard, and
+the features of all processes. `--model` prints modelled communication times in three networks, and what fits on a GPU;
+it measures nothing and needs no GPU. `--device cpu --small` shows on any machine that the script works.
 """
 
 import argparse

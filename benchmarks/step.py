@@ -1,12 +1,15 @@
-"""What one Riemannian step costs on a GPU: `python -m benchmarks.step`.
+"""The cost of one Riemannian step on a GPU: `python -m benchmarks.step`.
 
-The floor is the memory traffic that no implementation can avoid: weight, gradient and momentum read once, weight and
-momentum written once, five passes, at the bandwidth of a device copy measured in the same run. The peers are the Gram
-form in eager torch (`impl="reference"`), a kernel that copies as many bytes, and Algorithm 1 as the paper has it: a
-thin SVD by cuSOLVER's `gesvda` in every step and a batched QR in every fifth. All by CUDA-graph replay with the L2
-cache emptied first, but for the two factorisations, which cannot be captured. The step is also timed with the cache
-full of what another kernel has just written, which has to go to memory first, within a larger graph, where the time to
-launch one is not in it, and where it turns far.
+The memory-bound lower limit is five passes: weight, gradient and momentum are read once, weight and momentum are
+written once. It is computed from the bandwidth of a device copy measured in the same run.
+
+The peers are the Gram form in eager torch (`impl="reference"`), a kernel that copies as many bytes, and the paper's
+Algorithm 1. The latter has a thin SVD by cuSOLVER's `gesvda` in every step and a batched QR in every fifth. All run as
+CUDA graphs with the L2 cache emptied first, except the two factorisations, which a graph cannot capture.
+
+The step is also timed in three other situations. In the first, the cache is full of another kernel's output, which must
+be written to memory first. In the second, it is part of a larger graph, without the time of a launch. In the third,
+the rotation angle is large.
 """
 
 import argparse

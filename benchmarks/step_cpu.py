@@ -1,11 +1,11 @@
-"""What one Riemannian step costs on a CPU: `make bench`.
+"""The cost of one Riemannian step on a CPU: `make bench`.
 
-The floor is the memory traffic that no implementation can avoid: reading the weight S, the gradient D and the momentum
-M once and writing S and M once, five passes, at the bandwidth of a plain copy of S (two passes) measured in the same
-run. The peer is Algorithm 1 as the paper has it, by a thin SVD, with a QR every fifth step.
+The memory-bound lower limit is five passes: weight S, gradient D and momentum M are read once, S and M are written
+once. It is computed from the bandwidth of a plain copy of S (two passes) measured in the same run. The peer is the
+paper's Algorithm 1, with a thin SVD in every step and a QR in every fifth.
 
-The step is what `impl="auto"` chooses, in C++ if there is a compiler. Beside it stand the reference in plain torch and
-the six batched matrix products that the reference cannot do without.
+The step is the one that `impl="auto"` chooses, in C++ if there is a compiler. Further contestants are the reference in
+plain torch and its six batched matmuls alone.
 
 All contestants run in turn, many times; the table gives medians and their ratios.
 """

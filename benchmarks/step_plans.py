@@ -1,8 +1,8 @@
 """Other ways to divide a class than the one that the step takes: `python -m benchmarks.step_plans 1000x8x384`.
 
-How many thread blocks share a class, how many warps a block has, how many blocks a multiprocessor holds and how long
-they wait for each other in the beginning follows from rules that were found on one GPU. This tries others, for a shape,
-classes x k x n with k up to 16, and prints the quickest. Half a minute for a shape, most of it to compile.
+Rules found on one GPU determine the launch: thread blocks per class, warps per block, blocks per multiprocessor, and
+how long blocks wait for each other at the start. This script tries other values for a shape, classes x k x n with k up
+to 16, and prints the fastest. It takes half a minute per shape, most of it for compilation.
 """
 
 import argparse

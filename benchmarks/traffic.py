@@ -29,9 +29,8 @@ class Traffic(TorchDispatchMode):
 def head_bytes(world: int, rows: int, width: int, *, precision: int = 2, smoothing: bool = False) -> float:
     """Sent by one of `world` processes in one update with `rows` features of `width` each, for any C and K.
 
-    Features in the precision of the product and labels are gathered; the largest logits and two or three sums of each
-    row are reduced; in the backward the gradients of the losses are gathered, and those of the features, in float32,
-    summed and scattered.
+    The forward gathers labels, and features in the dtype of the matmul. It reduces the largest logits and two or three
+    sums per row. The backward gathers the losses' gradients, and reduce-scatters the features' gradients in float32.
     """
     batch = world * rows
     moved = batch * (width * precision + 8 + 4 + width * 4)

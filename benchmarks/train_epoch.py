@@ -1,12 +1,12 @@
-"""What an epoch of a recipe costs, beside the same recipe with a linear head and beside the bare work.
+"""The cost of an epoch of a recipe, compared with a linear head and with the bare work.
 
     python -m benchmarks.train_epoch --data-dir DATA            CIFAR-100, ResNet-18: on a GPU
     python -m benchmarks.train_epoch --digits                   scikit-learn's digits: on a CPU
 
-The bare work is forward, backward and step of the same model and optimizer on one batch that is already prepared, in a
-plain loop of PyTorch (captured in a CUDA graph if the run captures its own). It is timed after every epoch of the run,
-for as many updates as an epoch has, so that both see the same state of the machine. The two heads take turns as well.
-The first epochs, in which kernels are compiled, do not count.
+The bare work is a plain PyTorch loop: forward, backward and step of the same model and optimizer on one prepared batch.
+It is captured in a CUDA graph if the run captures its own. It is timed after every epoch, for as many updates as an
+epoch has, so that both see the same state of the machine. The two heads take turns as well. The first epochs, in which
+kernels are compiled, do not count.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """What the benchmarks of `grassy.transfer` share: features, options, measuring, and a description of the machine.
 
-A world of classes that come in families: a class is a Gaussian in 48 dimensions around a mean near that of its family,
-seen through a fixed nonlinear map into 256. A small network learns 50 classes of it; its penultimate activations, after
-a ReLU, on classes that it has never seen are the features. A few directions hold most of their energy, many are nearly
-empty, and classes of one family overlap: what makes the problems of a linear SVM on real features hard.
+The synthetic classes come in families. A class is a Gaussian in 48 dimensions around a mean near that of its family,
+mapped nonlinearly to 256 dimensions. A small network learns 50 classes. The features are its penultimate activations,
+after a ReLU, on classes that it has never seen. As in real features, a few directions hold most of the energy, many are
+nearly empty, and classes of one family overlap, which makes the linear SVM problems hard.
 """
 
 import argparse

@@ -4,8 +4,8 @@
     python -m benchmarks.transfer_knn --device cuda --samples 50000 --classes 10 --no-sklearn
     python -m benchmarks.transfer_knn --device cuda --large              10,000 queries among 1,000,000 x 2,048
 
-scikit-learn gets one search for 49 neighbours a fold, as a careful user would write it, and the votes are counted by
-`grassy`: GridSearchCV with KNeighborsClassifier would search anew for each K.
+scikit-learn runs one search for 49 neighbours per fold, as a careful user would write it, and grassy counts the votes.
+GridSearchCV with KNeighborsClassifier would repeat the search for each K.
 """
 
 import json

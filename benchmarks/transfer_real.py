@@ -2,9 +2,9 @@
 
     python -m benchmarks.transfer_real --checkpoint RUN --datasets cifar10 pets flowers --data-dir DATA
 
-For each data set: the search of both (nine values of C by five folds, scikit-learn's GridSearchCV on all cores), the C
-and the accuracy that they end with; and at that C how far each objective lies above the best that was found, and how
-many test images get the label that LinearSVC with tol=1e-6 gives them.
+For each dataset it runs both searches (nine values of C by five folds, scikit-learn's GridSearchCV on all cores) and
+reports the chosen C and accuracy. At that C it also reports how far each objective lies above the best one found, and
+how many test images get the same label as from LinearSVC with tol=1e-6.
 """
 
 import argparse

@@ -4,10 +4,11 @@
     python -m benchmarks.transfer_svm --device cuda --samples 50000 --classes 10 --no-quality --sklearn-limit 60
     python -m benchmarks.transfer_svm --device cuda --large            one fit of 1,000,000 x 2,048, and its memory
 
-Both refit with the C they choose. The quality of a solution is how far its objective lies above the best that any
-contestant found, LinearSVC with tol=1e-6 among them, and how many of 2,000 test samples it labels as that one does.
+Both refit with the C they choose. The quality of a solution has two measures. One is how far its objective lies above
+the best one found by any contestant, LinearSVC with tol=1e-6 among them. The other is how many of 2,000 test samples
+get the same label as from that LinearSVC.
 
-With --sklearn-limit, GridSearchCV is stopped after so many seconds; the ratio is then a lower bound.
+`--sklearn-limit` stops GridSearchCV after that many seconds; the ratio is then a lower bound.
 """
 
 import json

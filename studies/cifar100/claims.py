@@ -1,13 +1,14 @@
 """The claims, the comparisons that decide them, and the rule by which they do.
 
-Of a difference of means the 95 % interval is Welch's; of what a row gains over the weights that it began with it is
-Student's, of the differences run by run; of a trend it is that of the slope of a regression on log2 k, a point a run.
+The 95 % interval of a difference of means is Welch's. For the gain of a row over its initial weights it is Student's,
+over the differences of single runs. For a trend it is that of the slope of a regression on log2 k, with one point per
+run.
 
-A part of a claim holds if its interval lies on the claimed side of 0, fails if it lies on the other side, and is else
-undecided. "Alike" means that the 90 % interval lies within 0.5 points (two one-sided tests at 5 %), "gains little" that
-the 95 % interval lies below 0.5 points. Of two rows, one of which has fewer than three runs left because others
-diverged, that one is worse. A claim holds if all of its parts hold, and does not if one fails. Fewer than three seeds,
-and it is not yet run.
+A part of a claim holds if its interval lies on the claimed side of 0, fails if it lies on the other side, and is
+otherwise undecided. "Alike" means that the 90 % interval lies within 0.5 points (two one-sided tests at 5 %), "gains
+little" that the 95 % interval lies below 0.5 points. If one of two rows has fewer than three runs left because others
+diverged, that row is worse. A claim holds if all of its parts hold, and fails if one fails. With fewer than three seeds
+it counts as not yet run.
 """
 
 import math

@@ -1,8 +1,8 @@
 """The jobs of the study, in the order in which they run: settings are data, and what was found decides what follows.
 
-`tune`: eight trials of 20 epochs a head, for the contest 16 of 60 epochs a side, on 45,000 images, judged on the 5,000
-others of the training set.
-`final`: 60 epochs on all 50,000 with the settings so chosen and fresh seeds, measured on the test set.
+`tune`: eight trials of 20 epochs per head, and 16 trials of 60 epochs per side of the contest. They train on 45,000
+images of the training set and are judged on the other 5,000.
+`final`: 60 epochs on all 50,000 images with the chosen settings and fresh seeds, measured on the test set.
 """
 
 import functools
@@ -259,8 +259,10 @@ def _made(trials: Sequence[Job], lines: Lines) -> list[Job]:
 
 
 def choose(trials: Mapping[str, Sequence[Job]], lines: Lines) -> dict[str, Job | None]:
-    """The trial that the final runs of each head repeat: the best, but of the Grassmann contestant the one that comes
-    closest to the goal, a lead over the softmax contestant in both, held-out top-1 and cross-validated transfer.
+    """The trial that the final runs of each head repeat: the best one, except for the Grassmann contestant.
+
+    For the latter it is the trial closest to the goal: a lead over the softmax contestant in both held-out top-1 and
+    cross-validated transfer.
     """
     chosen = {name: best(each, lines) for name, each in trials.items()}
     softmax, grassmann = CONTESTANTS

@@ -110,8 +110,8 @@ def finite(value: Any) -> Any:
 def as_the_study_trains(device: torch.device) -> Iterator[None]:
     """What differs from `grassy train` within this block.
 
-    Heads stay outside of compiled code, so that all runs share the network; classifiers may have a decay of their own;
-    images are mixed on the device, so that such updates are captured in a CUDA graph, too; and there are no curves.
+    Heads stay outside compiled code, so that all runs share the network. Classifiers may have their own weight decay.
+    Images are mixed on the device, so that a CUDA graph can capture such updates too. There are no curves.
     """
     build_optimizer, can_be_captured = opening.build_optimizer, opening.can_be_captured
 
