@@ -6,10 +6,11 @@ import os
 import pytest
 import torch.distributed as dist
 
+from grassy.distributed import saves
 from grassy.runs.folder import RunFolder
 from grassy.runs.recipe_changes import with_changes
-from grassy.runs.state import SAVES, STATE
-from grassy.train import checkpoints, dividing, loop
+from grassy.runs.state import SAVES, STATE, state_in
+from grassy.train import checkpoints, dividing, loop, opening
 from grassy.train.dividing import is_divided
 from grassy.train.loop import TrainingStopped, train
 from ranks import on_ranks
@@ -98,7 +99,69 @@ def test_what_one_process_finds_wrong_with_the_folder_all_say(tmp_path):
         raise ValueError("it holds a run already")
 
     messages = run_on_two(tiny_recipe(epochs=1), data, tmp_path / "run", before=raise_on_one)
-    assert messages == ["it holds a run already"] * 2
+    assert messages == ["rank 1 of 2: it holds a run already"] * 2
+
+
+@pytest.fixture(scope="module")
+def saved_runs(tmp_path_factory):
+    """A folder with data, a run of whole weights and a divided one."""
+    folder = tmp_path_factory.mktemp("saved")
+    data = tiny_arrays(folder / "data")
+    for name, shard_head in (("whole", False), ("divided", True)):
+        train(tiny_recipe(epochs=1, shard_head=shard_head), data, folder / name, device="cpu", quiet=True)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["whole", "divided"])
+@pytest.mark.parametrize("trouble", ["damaged", "of another run", "another save"])
+def test_a_state_that_one_process_alone_cannot_use_stops_all_with_a_sentence_that_names_it(saved_runs, kind, trouble):
+    """As on machines whose folders of the same name hold different files."""
+    recipe = tiny_recipe(epochs=2, shard_head=kind == "divided")
+    state = state_in(saved_runs / kind)
+    before = {file: file.read_bytes() for file in sorted(saved_runs.rglob("*")) if file.is_file()}
+
+    def on_another_disk(rank):
+        if rank == 0:
+            return
+        read = checkpoints.read_plain if kind == "divided" else checkpoints.read_torch
+
+        def other(path):
+            if trouble == "damaged":
+                raise ValueError(f"{path} is damaged: its SHA-256 is no longer the one that it was saved with")
+            found = read(path)
+            return {**found, "images": 7} if trouble == "of another run" else found
+
+        checkpoints.read_plain = checkpoints.read_torch = other
+        if trouble == "another save":
+            read_manifest, read_whole = saves._read_manifest, checkpoints.read_torch
+            saves._read_manifest = lambda save: {**read_manifest(save), "ranks": 3}
+            checkpoints.read_torch = lambda path: {**read_whole(path), "model": {}}
+
+    messages = run_on_two(recipe, saved_runs / "data", saved_runs / kind, "auto", on_another_disk)
+    expected = {
+        "damaged": f"rank 1 of 2: {state} is damaged: its SHA-256 is no longer the one that it was saved with",
+        "of another run": f"rank 1 of 2: {state} belongs to a run with 7 images, not 40: is this other data?",
+        "another save": f"rank 1 of 2: {state} does not belong to this recipe: Error(s) in loading state_dict"
+        if kind == "whole"
+        else f"rank 1 sees another {state} than rank 0: all must see the same folder",
+    }[trouble]
+    assert all(isinstance(message, str) and expected in message for message in messages), messages
+    assert messages[0] == messages[1]
+    assert before == {file: file.read_bytes() for file in before}  # nothing was written
+
+
+def test_data_that_one_process_alone_does_not_find_stops_all(tmp_path):
+    data = tiny_arrays(tmp_path / "data")
+
+    def without_data(rank):
+        if rank == 1:
+            opening.open_data = refuse
+
+    def refuse(*_):
+        raise ValueError("there are no images")
+
+    messages = run_on_two(tiny_recipe(epochs=1), data, tmp_path / "run", before=without_data)
+    assert messages == ["rank 1 of 2: there are no images"] * 2
 
 
 def test_a_run_that_starts_on_one_process_grows_and_keeps_its_large_head_whole(tmp_path, monkeypatch):

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from grassy.distributed.rendezvous import Meeting, hosted_by_agent, meet
+from grassy.distributed.rendezvous import Meeting, meet
 
 #: Seconds that a process waits for the others before it gives up.
 TIMEOUT = 600.0
+#: What processes tell each other of, to stop together; anything else is a bug, and ends one of them.
+FORESEEN = (OSError, ValueError, TypeError)
 _meetings: list[Meeting] = []
 
 T = TypeVar("T")
@@ -64,7 +66,7 @@ def joined(device: str = "auto", timeout: float = TIMEOUT) -> Iterator[Process]:
 
 def _start(backend: str, timeout: float) -> None:
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout)}
-    if hosted_by_agent():
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:  # else torch names the one that is missing
         _meetings.append(meeting := meet(timeout))
         options |= {"store": meeting.store, "rank": meeting.rank, "world_size": meeting.world_size}
     dist.init_process_group(backend, **options)
@@ -87,10 +89,18 @@ def gathered(item: list[Any]) -> list[Any]:
 
 
 def everywhere(work: Callable[[], T]) -> T:
-    """What `work` returns here. All ranks call it; what it raises on one of them, all raise."""
+    """What `work` returns here. All ranks call it, and it must not wait for others; what one of them raises, all raise.
+
+    Unless all say the same, the sentence begins with the rank: the others have nothing to complain of.
+    """
     result, problem = _tried(work)
-    if wrong := next(filter(None, gathered([problem])), None):
-        raise wrong
+    problems = gathered([problem])
+    if (rank := next((rank for rank, each in enumerate(problems) if each), None)) is not None:
+        first = problems[rank]
+        if len({str(each) for each in problems}) == 1:
+            raise first
+        kind = next(kind for kind in FORESEEN if isinstance(first, kind))
+        raise kind(f"rank {rank} of {len(problems)}: {first}")
     return result  # type: ignore[return-value]
 
 
@@ -114,7 +124,7 @@ def world_size() -> int:
 def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return work(), None
-    except (OSError, ValueError, TypeError) as error:
+    except FORESEEN as error:
         return None, error
 
 

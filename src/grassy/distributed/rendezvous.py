@@ -4,6 +4,9 @@ torchrun's agent hosts one store for all its restarts. A process may find entrie
 address of a dead one, torch fails or waits forever (torch 2.13; pytorch issue 135712). torchrun does not count restarts
 alike on all machines either. So the processes first agree on a name, under
 which nobody has written before.
+
+With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which a run needs that other machines may join, rank 0 hosts the store, and
+each start has its own. It is met in just the same way: so those that do not come, or die later, are named here too.
 """
 
 import hashlib
@@ -30,6 +33,7 @@ class Meeting:
     rank: int
     world_size: int
     timeout: float
+    hosted_by_agent: bool = True  # else by rank 0
 
     @property
     def roll_call(self) -> float:
@@ -45,8 +49,10 @@ class Meeting:
             while others and time.monotonic() < end:
                 time.sleep(PAUSE)
                 others = [rank for rank in others if not self.store.check([f"trouble/{rank}"])]
-        except DistError:  # the machine of the store is not there either
-            return []
+            if self.rank == 0 and not self.hosted_by_agent:
+                time.sleep(10 * PAUSE)  # the store ends with this process, and others may still ask
+        except DistError:  # whoever hosts the store is not there either
+            return [] if self.hosted_by_agent else [0]
         return others
 
 
@@ -64,7 +70,14 @@ def meet(timeout: float) -> Meeting:
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, patience = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=timeout)
-    store = TCPStore(*address, is_master=False, timeout=patience)
+    by_agent = hosted_by_agent()
+    hosts = rank == 0 and not by_agent
+    try:
+        store = TCPStore(*address, is_master=hosts, timeout=patience, wait_for_workers=False, multi_tenant=not by_agent)
+    except DistError as error:
+        if hosts or by_agent:
+            raise
+        raise ConnectionError(f"rank 0 of the {world_size} of this run did not come within {timeout:g} s") from error
     hall, own, ranks = PrefixStore("grassy", store), secrets.token_hex(8), range(world_size)
     hall.set(f"here/{rank}", own)
     end, listed = time.monotonic() + timeout, ""
@@ -83,8 +96,8 @@ def meet(timeout: float) -> Meeting:
             if rank == 0 and hall.check([f"{name}/yes/{each}" for each in ranks]):
                 hall.set(f"{name}/go", "")
             if hall.check([f"{name}/go"]):
-                return Meeting(PrefixStore(f"grassy/{name}", store), rank, world_size, timeout)
+                return Meeting(PrefixStore(f"grassy/{name}", store), rank, world_size, timeout, by_agent)
         time.sleep(PAUSE)
     missing = [each for each in ranks if not hall.check([f"here/{each}"])]
     who = f"rank {', '.join(map(str, missing))}" if missing else "a process"
-    raise ConnectionError(f"{who} of the {world_size} of this run did not come within {timeout:g} seconds")
+    raise ConnectionError(f"{who} of the {world_size} of this run did not come within {timeout:g} s")

@@ -156,6 +156,9 @@ def open_state(path: Path, alone: bool = False) -> Saved:
     else:
         save = on_rank_0(lambda: _find(path))  # one answer, whatever is saved meanwhile
         content = everywhere(lambda: _read_manifest(save))
+        seen = gathered([hashlib.sha256(json.dumps(content).encode()).hexdigest()])
+        if other := next((rank for rank, digest in enumerate(seen) if digest != seen[0]), None):
+            raise ValueError(f"rank {other} sees another {save} than rank 0: all must see the same folder")
         everywhere(lambda: _check_folder(save, content["files"]))
         own = sorted(content["files"])[own_rank() :: world_size()]
         chunks = gathered(

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch import Tensor
 from grassy._version import __version__
 from grassy.data.stream_loader import StreamLoader
 from grassy.distributed import processes as distributed
-from grassy.distributed.saves import newest, read_plain
+from grassy.distributed.saves import read_plain
 from grassy.distributed.state import load_state, save_state
 from grassy.inference.evaluate import Metrics
 from grassy.inference.outliers import RATE
@@ -21,7 +23,7 @@ from grassy.runs.folder import RunFolder, check_same_run
 from grassy.runs.recipe_changes import with_changes
 from grassy.runs.state import SAVES, read_torch
 from grassy.runs.weights import BEST_SAVES, Description, description_text
-from grassy.train.dividing import is_divided
+from grassy.train.dividing import is_divided, may_grow_divided
 from grassy.train.run import Run
 from grassy.train.trouble import is_of_another_process, stop_if_not_finite
 
@@ -34,6 +36,17 @@ def run_of(state: Path) -> Path:
     return state.parent.parent if state.is_dir() else state.parent
 
 
+@contextlib.contextmanager
+def _fitting(path: Path) -> Iterator[None]:
+    """Raise a ValueError for a state that does not fit what is built; an error of another process stays what it is."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        if is_of_another_process(error):
+            raise
+        raise ValueError(f"{path} does not belong to this recipe: {' '.join(str(error).split())[:200]}") from None
+
+
 @dataclass
 class Checkpoints:
     """Saves a run to its folder, and restores it."""
@@ -41,6 +54,7 @@ class Checkpoints:
     run: Run
     folder: RunFolder
     restored_from: Path | None = None  # a folder
+    restored_divided: bool = False
     best: tuple[dict[str, Tensor], Description] | None = None  # weights not yet written
     saved_at: float = 0.0
 
@@ -54,7 +68,13 @@ class Checkpoints:
     @property
     def divided(self) -> bool:
         """Whether each process saves its own shard of the weights. A run never changes this."""
-        return is_divided(self.run.trained.model) or newest(self.folder.path / SAVES) is not None
+        if self.restored_from is not None:
+            return self.restored_divided
+        return is_divided(self.run.trained.model) or self._may_grow_divided
+
+    @functools.cached_property
+    def _may_grow_divided(self) -> bool:
+        return may_grow_divided(self.run.recipe, self.run.data.num_classes)
 
     def save(self) -> None:
         """Write the last weights, new best weights if there are any, and the state to resume from."""
@@ -148,30 +168,43 @@ class Checkpoints:
         return state if len(ranks) == 1 else {**state, "ranks": ranks}
 
     def restore(self, path: Path) -> Run:
-        """Restore a saved state; a ValueError if it belongs to another run.
+        """Restore a saved state; a ValueError, in all processes, if it belongs to another run or cannot be read.
 
         Returns the run, with the recipe that it continues with.
         """
-        run, trained, divided = self.run, self.run.trained, path.is_dir()
-        if is_divided(trained.model) and not divided:
+        divided = path.is_dir()
+        if is_divided(self.run.trained.model) and not divided:
             raise ValueError(
                 f"{path} is of a run in which every process had all weights: go on with shard_head=false fsdp=false"
             )
+        saved = distributed.everywhere(lambda: self._read_and_check(path, divided))
+        if divided:
+            self._restore_divided(path)
+        else:
+            distributed.everywhere(lambda: self._restore_whole(saved, path))
+        self.run.step.number.fill_(self.run.position.done)
+        self.restored_from, self.restored_divided = run_of(path), divided
+        return self.run
+
+    def _read_and_check(self, path: Path, divided: bool) -> dict[str, Any]:
+        """What a state says, in a divided one without tensors; a ValueError if it is of another run."""
         saved = read_plain(path) if divided else read_torch(path)
-        if trained.average is not None and run.recipe.model_ema_warmup:
-            self.run = run = self._averaged_as_before(saved.get("recipe", {}))
-        updates = run.position.updates_per_epoch
+        if self.run.trained.average is not None and self.run.recipe.model_ema_warmup:
+            self.run = self._averaged_as_before(saved.get("recipe", {}))
+        run, head = self.run, self.run.trained.head
         self._check_images(saved.get("images"), path)
+        updates = run.position.updates_per_epoch
         check_same_run(saved, run.recipe, updates, self._images(), run.data.class_names, path)
-        if (before := saved.get("head", trained.head)) != trained.head:
+        if (before := saved.get("head", head)) != head:
             raise ValueError(
-                f"{path} belongs to a run with head {before}, and this version of grassy makes {trained.head} of it: "
+                f"{path} belongs to a run with head {before}, and this version of grassy makes {head} of it: "
                 f"go on with version {saved.get('grassy')}, or begin another --output with --initial-checkpoint"
             )
-        try:
-            if divided:
-                self._restore_divided(path)
-                return run
+        return saved
+
+    def _restore_whole(self, saved: dict[str, Any], path: Path) -> None:
+        run, trained = self.run, self.run.trained
+        with _fitting(path):
             trained.model.load_state_dict(saved["model"])
             trained.optimizer.load_state_dict(saved["optimizer"])
             if trained.average is not None:
@@ -185,13 +218,6 @@ class Checkpoints:
                 for model, buffers in zip(trained.copies, own["buffers"], strict=True):
                     for name, buffer in distributed.floating_buffers(model).items():
                         buffer.copy_(buffers[name])
-        except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-            if is_of_another_process(error):
-                raise
-            raise ValueError(f"{path} does not belong to this recipe: {' '.join(str(error).split())[:200]}") from None
-        run.step.number.fill_(run.position.done)
-        self.restored_from = run_of(path)
-        return run
 
     def _averaged_as_before(self, before: dict[str, Any]) -> Run:
         """The run, without the warm-up of its average if an earlier version started it without one."""
@@ -214,13 +240,12 @@ class Checkpoints:
 
     def _restore_divided(self, path: Path) -> None:
         run, trained, own = self.run, self.run.trained, self._own_tensors()
-        saved = load_state(path, trained.model, trained.optimizer, average=trained.average, own=own)
-        if saved["world_size"] != run.process.world_size:
-            run.step.losses.copy_(torch.tensor(saved["losses"]))
-        run.step.scaler.load_state_dict(saved["scaler"])
-        run.position.restore(saved["progress"])
-        run.step.number.fill_(run.position.done)
-        self.restored_from = run_of(path)
+        with _fitting(path):
+            saved = load_state(path, trained.model, trained.optimizer, average=trained.average, own=own)
+            if saved["world_size"] != run.process.world_size:
+                run.step.losses.copy_(torch.tensor(saved["losses"]))
+            run.step.scaler.load_state_dict(saved["scaler"])
+            run.position.restore(saved["progress"])
 
     def description(self) -> Description:
         """The description of the weights, with the metrics of the last row."""

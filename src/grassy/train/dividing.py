@@ -1,13 +1,16 @@
 """Which parts of a model are sharded over the processes of a run: the classes of its head, and the backbone."""
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from grassy.distributed import mesh, shard_head, wrap
 from grassy.distributed.processes import Process
@@ -21,6 +24,9 @@ from grassy.shards import is_distributed
 MUCH = 256e6
 #: Largest feature dimension of any timm model.
 WIDEST = 2**13
+#: What keeps DDP from sending buffers with each forward: torch 2.13 has a new name for it.
+_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+SENDS_BUFFERS = "forward_sync_buffers" if _NEW_NAME else "broadcast_buffers"
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Division:
         if self.mesh is None or self.backbone:
             return model
         # Each process keeps the batch statistics of its own images; validation and checkpoints use their mean.
-        return wrap(model, self.mesh, broadcast_buffers=False)
+        return wrap(model, self.mesh, **{SENDS_BUFFERS: False})
 
     def divide_backbone(self, model: nn.Module) -> None:
         """Shard everything but the head, in place. Create the optimizer afterwards."""
@@ -61,10 +67,23 @@ def division_of(recipe: Recipe, num_classes: int, process: Process, resumed_from
     if process.world_size == 1:
         return Division(None, False, False, recipe.seed)
     may_divide = resumed_from is None or resumed_from.is_dir()
-    head = recipe.shard_head == "true" or (
-        recipe.shard_head == "auto" and may_divide and _is_large(recipe, num_classes)
-    )
+    head = _divides_head(recipe, num_classes, may_divide)
     return Division(mesh(process.device.type), head, recipe.fsdp, recipe.seed)
+
+
+def may_grow_divided(recipe: Recipe, num_classes: int) -> bool:
+    """Whether several processes would divide the model of a run that starts on one.
+
+    Such a run must save what they can divide. A head that is merely large counts only if other processes may come: they
+    do not without torchrun.
+    """
+    return recipe.fsdp or _divides_head(recipe, num_classes, dist.is_initialized())
+
+
+def _divides_head(recipe: Recipe, num_classes: int, if_large: bool) -> bool:
+    if recipe.shard_head == "auto":
+        return if_large and _is_large(recipe, num_classes)
+    return recipe.shard_head == "true"
 
 
 def is_divided(model: nn.Module) -> bool:

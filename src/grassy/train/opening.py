@@ -61,8 +61,8 @@ def opened_run(
             f"the processes found different checkpoints, {first} and {other}: "
             "--output must be one folder for all machines"
         )
-    recorded = None if resumed_from is None else records.read_split(run_of(resumed_from))
-    data = open_data(recipe, data_dir, process, recorded)
+    recorded = everywhere(lambda: None if resumed_from is None else records.read_split(run_of(resumed_from)))
+    data = everywhere(lambda: open_data(recipe, data_dir, process, recorded))
     if resumed_from is not None and recorded is None and data.held_out is not None:
         data.notes.append(f"{run_of(resumed_from)} has no {records.SPLIT}: the images to hold out are drawn again")
     captured = can_be_captured(recipe, data, process)
