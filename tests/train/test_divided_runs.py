@@ -205,3 +205,29 @@ def test_the_recipe_for_faces_trains_on_folders_and_on_tars_in_several_processes
     assert run_on(2, recipe, data, tmp_path / "run") == [None, None]
     assert len(read_plain(tmp_path / "run" / SAVES)["progress"]["rows"]) == 2
     assert grassy.load(tmp_path / "run").fc.weight.shape == (5, 2, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("division", [{"shard_head": True}, {"fsdp": True}], ids=["sharded head", "fsdp"])
+def test_a_run_that_starts_on_one_process_grows_to_several_that_divide_it(tmp_path, division):
+    recipe = tiny_recipe(crop="none", hflip=0.0, sched="constant", epochs=3, checkpoint_interval=0, **division)
+    data = tiny_arrays(tmp_path / "data", classes=CLASSES)
+    train(recipe.changed({"epochs": 1}), data, tmp_path / "run", device="cpu", quiet=True)
+    assert run_on(2, recipe.changed({"epochs": 2}), data, tmp_path / "run", "auto") == [None] * 2
+    train(recipe, data, tmp_path / "run", "auto", "cpu", quiet=True)
+    train(recipe, data, tmp_path / "whole", device="cpu", quiet=True)
+    rows, expected = (read_plain(tmp_path / name / SAVES)["progress"]["rows"] for name in ("run", "whole"))
+    for row, other in zip(rows, expected, strict=True):
+        assert row["train_loss"] == pytest.approx(other["train_loss"], rel=1e-4)
+
+
+def test_a_large_head_under_torchrun_is_saved_so_that_more_processes_can_divide_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(dividing, "MUCH", 0)
+    recipe, data = tiny_recipe(epochs=1), tiny_arrays(tmp_path / "data", classes=CLASSES)
+
+    def alone(rank):
+        os.environ.update(RANK="0", WORLD_SIZE="1")
+        train(recipe, data, tmp_path / "run", device="cpu", quiet=True)
+
+    on_ranks(1, tmp_path, alone)
+    assert run_on(2, recipe.changed({"epochs": 2}), data, tmp_path / "run", "auto") == [None] * 2
