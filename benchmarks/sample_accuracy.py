@@ -20,16 +20,18 @@ import grassy
 from benchmarks.gpu import machine, save
 from benchmarks.markdown import table
 
-ARMS: dict[str, dict[str, Any]] = {
-    "all classes": {},
-    "sample 0.5": {"sample": 0.5},
-    "sample 0.5, corrected": {"sample": 0.5, "sample_correct": True},
-    "sample 0.1": {"sample": 0.1},
-    "sample 0.1, corrected": {"sample": 0.1, "sample_correct": True},
-}
 WIDTH, SIZE = 256, 32
 #: So many images are taken at a time.
 CHUNK = 4096
+
+
+def arms(rates: list[float]) -> dict[str, dict[str, Any]]:
+    """Options of a head by the name of the row that they get."""
+    found: dict[str, dict[str, Any]] = {"all classes": {}}
+    for rate in rates:
+        found |= {f"sample {rate:g}": {"sample": rate}}
+        found |= {f"sample {rate:g}, corrected": {"sample": rate, "sample_correct": True}}
+    return found
 
 
 def images(folders: list[Path], split: str) -> tuple[Tensor, Tensor]:
@@ -94,6 +96,7 @@ def accuracy(arm: dict[str, Any], data: tuple[Tensor, ...], seed: int, epochs: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, nargs="+")
+    parser.add_argument("--samples", type=float, nargs="+", default=[0.5, 0.1], help="shares of the classes")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch", type=int, default=16)
@@ -102,9 +105,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="where to write the results, as JSON")
     arguments = parser.parse_args()
     data = features(arguments.data, arguments.rows, arguments.device)
-    found: dict[str, list[float]] = {name: [] for name in ARMS}
+    found: dict[str, list[float]] = {name: [] for name in arms(arguments.samples)}
     for seed in range(arguments.seeds):
-        for name, arm in ARMS.items():
+        for name, arm in arms(arguments.samples).items():
             found[name].append(accuracy(arm, data, seed, arguments.epochs, arguments.batch))
             print(f"seed {seed}, {name}: {found[name][-1]:.2f}", flush=True)
     whole = found["all classes"]

@@ -29,6 +29,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     fsdp: bool = False
     ignore: bool = False
+    mixed: bool = False  # labels, two of a row
     lr: float = 0.05
     chunk: int | None = None  # logits in a chunk, if they shall be few
 
@@ -54,6 +55,17 @@ CASES = {
     "grassmann in chunks": Case(options=GRASSMANN, criterion={"label_smoothing": 0.1}, chunk=60),
     "grassmann not normalized": Case(options={"k": 2, "normalize": False, "gamma": 3.0}, clip=1.0),
     "grassmann with FSDP2": Case(options={"k": 2}, base="adamw", fsdp=True, clip=0.3, parts=2),
+    "grassmann with mixed labels": Case(options=GRASSMANN, criterion={"label_smoothing": 0.1}, mixed=True),
+    "grassmann with mixed labels in chunks": Case(options=GRASSMANN, mixed=True, chunk=60, parts=2),
+    "grassmann float32 with mixed labels in chunks": Case(
+        options={**GRASSMANN, "fuse_loss": True, "gamma": 4.0},  # gradients of about one: rounding is 1e-7
+        criterion={"label_smoothing": 0.1},
+        dtype=torch.float32,
+        lr=0.02,
+        mixed=True,
+        chunk=60,
+    ),
+    "linear with mixed labels": Case("linear", mixed=True),
     "linear": Case("linear", base="adamw", clip=0.5),
     "linear float32 with FSDP2": Case("linear", fsdp=True, dtype=torch.float32),
     "cosine, scale learned": Case(
@@ -77,6 +89,10 @@ def batch(step, case):
     y = torch.randint(0, CLASSES, (ROWS,), generator=generator)
     if case.ignore:
         y[::2] = case.criterion.get("ignore_index", -100)
+    if case.mixed:  # some with the same label twice; one weight is zero
+        weight = torch.rand(ROWS, 1, generator=generator, dtype=torch.float64)
+        weight[3] = 0
+        return x, torch.stack([y, y.flip(0)], -1), torch.cat([weight, 1 - weight], -1)
     return x, y
 
 
@@ -86,11 +102,12 @@ def train(model, case, rank=0, world=1, divisor=1):
     criterion = functools.partial(F.cross_entropy, **case.criterion)
     losses = []
     for step in range(UPDATES):
-        x, y = (each.reshape(world, case.parts, -1, *each.shape[1:])[rank] for each in batch(step, case))
+        x, *target = (each.reshape(world, case.parts, -1, *each.shape[1:])[rank] for each in batch(step, case))
         optimizer.zero_grad()
         total = 0.0
         for part in range(case.parts):
-            loss = grassy.classification_loss(model, x[part], y[part], criterion) / (case.parts * divisor)
+            y = grassy.MixedLabels(*(each[part] for each in target)) if case.mixed else target[0][part]
+            loss = grassy.classification_loss(model, x[part], y, criterion) / (case.parts * divisor)
             loss.backward()
             total += loss.detach()
         norm = grassy.clip_grad_norm_(model, case.clip) if case.clip else torch.zeros(())

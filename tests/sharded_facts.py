@@ -32,6 +32,12 @@ def labels(rows=12, classes=CLASSES, seed=1):
     return torch.randint(0, classes, (rows,), generator=torch.Generator().manual_seed(seed))
 
 
+def mixed(rows=12, classes=CLASSES, seed=1):
+    """Two labels for each row."""
+    y, weight = labels(rows, classes, seed), torch.rand(rows, generator=torch.Generator().manual_seed(seed), dtype=F64)
+    return grassy.MixedLabels(torch.stack([y, y.flip(0)], -1), torch.stack([weight, 1 - weight], -1))
+
+
 def a_head(name, dtype=F64, **more):
     torch.manual_seed(0)
     return grassy.create_head(name, WIDTH, CLASSES, dtype=dtype, **HEADS[name], **more)
@@ -93,13 +99,13 @@ def created_on_meta(mesh):
 def traffic(mesh):
     """Collectives and bytes of an update, in bfloat16, for two numbers of classes and dimensions; and of the step."""
     found = {}
-    for classes, k in ((9, 2), (90, 5)):
+    for classes, k, target in ((9, 2, labels(8)), (90, 5, labels(8)), (9, 3, mixed(8))):
         head = grassy.create_head("grassmann", 64, classes, k=k)
         grassy.distributed.shard_head(head, mesh)
         optimizer = grassy.make_optimizer(head, "sgd", lr=0.1)
         x = torch.randn(8, 64, requires_grad=True)
         with Traffic(mesh.size()) as update, torch.autocast("cpu", torch.bfloat16):
-            grassy.classification_loss(head, x, labels(8)).backward()
+            grassy.classification_loss(head, x, target).backward()
         with Traffic(mesh.size()) as step:
             optimizer.step()
         found[classes, k] = {"calls": update.calls, "sent": update.sent, "step": step.calls}
@@ -167,11 +173,8 @@ def refused(mesh):
         "a sample without shards": lambda: grassy.classification_loss(
             a_head("grassmann", sample=0.5), features(), labels()
         ),
-        "smoothing a sample": lambda: grassy.classification_loss(
-            grassy.distributed.shard_head(a_head("grassmann", sample=0.5), mesh),
-            features(),
-            labels(),
-            "label-smoothing",
+        "mixed labels for a margin": lambda: grassy.classification_loss(
+            grassy.distributed.shard_head(a_head("arcface"), mesh), features(), mixed()
         ),
     }
     messages = {}
@@ -197,8 +200,12 @@ def half_precision(mesh):
     return found
 
 
-def sampled(mesh=None, correct=False, clip=None):
-    """Ten updates with a share of the classes, of 40; which of them have ever moved; their momentum."""
+def sampled(mesh=None, correct=False, clip=None, smoothing=0.0):
+    """Ten updates with a share of the classes, of 40; which of them have ever moved; their momentum.
+
+    With smoothing, the labels are mixed as well.
+    """
+    criterion = functools.partial(F.cross_entropy, label_smoothing=smoothing)
     torch.manual_seed(0)
     head = grassy.create_head("grassmann", WIDTH, 40, k=2, dtype=F64, sample=0.2, sample_seed=3, sample_correct=correct)
     model = nn.Sequential(nn.Linear(5, WIDTH, dtype=F64), head)
@@ -212,7 +219,11 @@ def sampled(mesh=None, correct=False, clip=None):
         optimizer.zero_grad()
         for part in range(2):
             x = torch.randn(24, 5, generator=torch.Generator().manual_seed(step), dtype=F64)[mine] + part
-            loss = grassy.classification_loss(wrapped, x, labels(24, 5, step + part)[mine]) / 2
+            target = labels(24, 5, step + part)[mine]
+            if smoothing:
+                both = mixed(24, 5, step + part)
+                target = grassy.MixedLabels(both.labels[mine], both.weights[mine])
+            loss = grassy.classification_loss(wrapped, x, target, criterion) / 2
             loss.backward()
         losses.append(grassy.clip_grad_norm_(wrapped, clip) if clip else loss.detach())
         optimizer.step()

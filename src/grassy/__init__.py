@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from grassy.inference.load import load
     from grassy.inference.save import save
     from grassy.loss import classification_loss, create_criterion
+    from grassy.mixed_labels import MixedLabels
     from grassy.optim import AveragedModel, RiemannianSGD, clip_grad_norm_, make_optimizer
     from grassy.surgery import replace_head
 
@@ -34,6 +35,7 @@ __all__ = [
     "GrassmannHead",
     "Head",
     "LinearHead",
+    "MixedLabels",
     "RiemannianSGD",
     "__version__",
     "classification_loss",
@@ -52,6 +54,7 @@ _HOMES = {
     "GrassmannHead": "heads",
     "Head": "heads",
     "LinearHead": "heads",
+    "MixedLabels": "mixed_labels",
     "RiemannianSGD": "optim",
     "classification_loss": "loss",
     "clip_grad_norm_": "optim",

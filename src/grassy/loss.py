@@ -14,17 +14,19 @@ from torch.nn import functional as F
 
 from grassy.heads import Criterion, Head, HeadOnMap, LossRequest
 from grassy.heads.base import with_classes_last
+from grassy.heads.cross_entropy import cross_entropy_options, one_loss
 from grassy.heads.request import (
     check_that_compiled_heads_are_not_recomputed,
     delivered,
     is_compiled,
     keep_for_recomputation,
 )
+from grassy.mixed_labels import MixedLabels
 from grassy.spelling import nearest
 
 
 def classification_loss(
-    model: nn.Module, inputs: Any, target: Tensor, criterion: Criterion | str | None = None
+    model: nn.Module, inputs: Any, target: Tensor | MixedLabels, criterion: Criterion | str | None = None
 ) -> Tensor:
     """Compute the training loss of a model with any head.
 
@@ -40,7 +42,8 @@ def classification_loss(
         inputs: The argument of the model. A mapping, as returned by a Hugging Face processor, is passed as
             `model(**inputs)`, without the key "labels".
         target: Class indices (B,), or (B, T) for T tokens. Or probabilities (B, C), as produced by mixup, if head and
-            criterion accept them.
+            criterion accept them. Or `MixedLabels`, which become probabilities unless the classes are sharded or
+            sampled.
         criterion: A callable `criterion(logits, target)` or a name for `create_criterion`. None means cross-entropy.
 
     Returns:
@@ -61,11 +64,15 @@ def classification_loss(
         criterion = F.cross_entropy
     elif isinstance(criterion, str):
         criterion = create_criterion(criterion)
-    if not isinstance(target, Tensor):
-        raise TypeError(f"target must be a tensor of class indices or probabilities, got {type(target).__name__}")
     heads = [module for module in model.modules() if isinstance(module, Head)]
+    if isinstance(target, MixedLabels) and not _takes(heads, target, criterion):
+        if not heads:
+            raise TypeError("target must be a tensor for a model without a head of grassy's, got MixedLabels")
+        target = target.dense(heads[0].num_classes)
+    if not isinstance(target, Tensor | MixedLabels):
+        raise TypeError(f"target must be a tensor of class indices or probabilities, got {type(target).__name__}")
     for head in heads:
-        head.check_target(target, criterion)
+        head.check_target(target, criterion)  # type: ignore[arg-type]  # mixed labels only to heads that take them
         if head.logits_are_nonnegative and _is_binary_cross_entropy(criterion):
             warnings.warn(
                 f"the logits of {type(head).__name__} are never negative, and their sigmoid never below 0.5: train it "
@@ -92,12 +99,20 @@ def classification_loss(
         losses = [loss.reshape(()) if loss.numel() == 1 else _refuse(loss, answering) for loss in results]
     else:
         apply = with_classes_last if _classes_are_last(model, heads, results) else _as_it_is
+        assert isinstance(target, Tensor)
         losses = [apply(criterion, logits, target) for logits in results]
     loss = sum(losses[1:], start=losses[0]) / len(losses)
     if needing and not torch.compiler.is_compiling():
         check_that_compiled_heads_are_not_recomputed(without_gradient, loss)
         keep_for_recomputation(needing, request, loss)
     return loss
+
+
+def _takes(heads: list[Head], target: MixedLabels, criterion: Criterion) -> bool:
+    """Whether the only head of a model computes this loss from mixed labels."""
+    if len(heads) != 1 or not heads[0].takes_mixed_labels:
+        return False
+    return one_loss(cross_entropy_options(criterion, target))
 
 
 def _tensors(outputs: Any, heads: int) -> list[Tensor]:

@@ -15,6 +15,14 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 
+SAMPLED = {
+    "plain": {},
+    "corrected": {"correct": True},
+    "clipped": {"clip": 0.3},
+    "smoothed, with mixed labels": {"smoothing": 0.1},
+}
+
+
 def work(mesh):
     return {
         "cases": {name: trained_by_several(case, mesh) for name, case in CASES.items()},
@@ -27,7 +35,7 @@ def work(mesh):
         "average": facts.averaged(mesh),
         "refused": facts.refused(mesh),
         "half": facts.half_precision(mesh),
-        "sampled": [facts.sampled(mesh), facts.sampled(mesh, correct=True), facts.sampled(mesh, clip=0.3)],
+        "sampled": [facts.sampled(mesh, **options) for options in SAMPLED.values()],
         "compiled": facts.compiled(mesh) if mesh.size() == 2 else None,
     }
 
@@ -98,13 +106,15 @@ def test_a_head_that_is_created_shard_by_shard_does_not_depend_on_the_number_of_
 
 def test_an_update_takes_six_collectives_of_the_size_of_the_formula_and_the_step_none(results):
     for each in results:
-        for found in each["traffic"].values():
+        for (_, k), found in each["traffic"].items():
             assert sorted(found["calls"]) == [
                 *["_allgather_base_"] * 3,
                 "_reduce_scatter_base_",
                 *["allreduce_"] * 2,
             ]
-            assert found["sent"] == pytest.approx(head_bytes(len(results), 8, 64))
+            # Of two mixed labels, three more numbers of 8 bytes for each row: a label and two weights.
+            more = (len(results) - 1) * 8 * 24 if k == 3 else 0
+            assert found["sent"] == pytest.approx(head_bytes(len(results), 8, 64) + more)
             assert found["step"] == []
     assert head_bytes(32, 128, 512) <= 0.76 * partial_fc_bytes(32, 128, 512)
 
@@ -134,10 +144,10 @@ def test_an_average_of_sharded_models_is_that_of_whole_ones(results):
 def test_what_cannot_be_done_is_said_in_one_sentence(results):
     words = {
         "all logits": "head.top(features, 5)",
-        "soft targets": "takes class indices",
+        "soft targets": "takes class indices, or mixtures of a few as grassy.MixedLabels",
         "a head of another kind": "MultiHead cannot be sharded by class",
         "a sample without shards": "shard_head(model, mesh) first",
-        "smoothing a sample": "it must be 0, got 0.1",
+        "mixed labels for a margin": "needs class indices for its margin",
     }
     for each in results:
         assert each["refused"].keys() == words.keys()
@@ -156,11 +166,7 @@ def test_autocast_costs_no_more_than_the_rounding_of_the_product(results):
         assert (first["weight"] - head.weight.grad).abs().max() < 10 * eps * head.weight.grad.abs().max(), (name, dtype)
 
 
-@pytest.mark.parametrize(
-    ("number", "options"),
-    list(enumerate([{}, {"correct": True}, {"clip": 0.3}])),
-    ids=["plain", "corrected", "clipped"],
-)
+@pytest.mark.parametrize(("number", "options"), list(enumerate(SAMPLED.values())), ids=SAMPLED)
 def test_a_sample_of_classes_does_not_depend_on_the_number_of_processes(results, number, options):
     alone = facts.sampled(**options)
     for each in results:

@@ -8,6 +8,7 @@ from grassy import geometry
 from grassy.kernels import cross_entropy
 from grassy.kernels.sampling import Sampling, forget_gradient, gradient_of_some
 from grassy.kernels.sharded_subspaces import sharded_subspace_cross_entropy
+from grassy.mixed_labels import MixedLabels
 from grassy.shards import Shard
 
 #: The whole head, and a shard of it: some labels are elsewhere.
@@ -24,9 +25,12 @@ def example(shard, dtype=torch.float32):
     return rows.to(dtype), labels, weight[shard.offset : shard.stop].to(dtype)
 
 
-def evaluated(impl, shard, dtype=torch.float32, small=False, sampling=None, **options):
+def evaluated(impl, shard, dtype=torch.float32, small=False, sampling=None, mixed=False, **options):
     """Losses, and the gradients of their weighted sum; with a sample, of the classes in it."""
     rows, labels, weight = example(shard, dtype)
+    if mixed:  # some rows have the same label twice, or one to ignore
+        own = torch.linspace(0, 1, 13, dtype=dtype).unsqueeze(-1)
+        labels = MixedLabels(torch.stack([labels, labels.roll(3)], -1), torch.cat([own, 1 - own], -1))
     rows.requires_grad_()
     weight.requires_grad_()
     before = cross_entropy.WHOLE, cross_entropy.CHUNK, cross_entropy.KEEP
@@ -50,12 +54,13 @@ def evaluated(impl, shard, dtype=torch.float32, small=False, sampling=None, **op
 
 def differences(impl, shards=tuple(SHARDS), sizes=(False, True)):
     """How far an implementation is from the specification in float64, for each kind of loss."""
-    kinds = [(0.0, None), (0.2, None), (0.0, "plain"), (0.0, "corrected")]
+    kinds = [(0.0, None, False), (0.2, None, False), (0.0, "plain", False), (0.0, "corrected", False)]
+    kinds += [(0.2, None, True), (0.2, "corrected", True)]
     found = {}
-    for name, (smoothing, sampling), small in itertools.product(shards, kinds, sizes):
-        options = {"label_smoothing": smoothing, "sampling": sampling}
+    for name, (smoothing, sampling, mixed), small in itertools.product(shards, kinds, sizes):
+        options = {"label_smoothing": smoothing, "sampling": sampling, "mixed": mixed}
         exact = evaluated("reference", SHARDS[name], torch.float64, **options)
         ours = evaluated(impl, SHARDS[name], small=small, **options)
         error = [float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(ours, exact, strict=True)]
-        found[f"{name} {smoothing} {sampling} {small}"] = error
+        found[f"{name} {smoothing} {sampling} {mixed} {small}"] = error
     return found

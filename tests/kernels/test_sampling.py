@@ -1,5 +1,7 @@
 """Which classes take part in an update, and what becomes of them and of the others."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -111,6 +113,38 @@ def test_the_corrected_partition_sum_is_right_on_average():
     head.eval()
     full = nn.functional.cross_entropy(head(x), y, reduction="mean").exp().detach()
     assert abs(each.mean() - full) < 4 * each.std() / 20 + 0.01 * full
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # the specification, and the chunks of kernels
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("correct", [False, True])
+def test_the_loss_is_the_smoothed_cross_entropy_over_the_classes_that_take_part(dtype, mixed, correct):
+    """The specification: a softmax over the sample, with what smoothing takes from the labels spread evenly over it."""
+    torch.manual_seed(0)
+    options = {"sample": 0.3, "sample_correct": correct, "dtype": dtype}
+    head = grassy.create_head("grassmann", 16, 200, k=3, gamma=3.0, **options)
+    x, y = torch.randn(6, 16, dtype=dtype, requires_grad=True), torch.tensor([1, 2, 3, 1, 150, -100])
+    both = grassy.MixedLabels(torch.stack([y, y.flip(0)], -1), torch.tensor([[0.3, 0.7]], dtype=dtype).expand(6, 2))
+    labels = both.labels if mixed else y
+    sample = drawn(labels, Shard(0, 200, 200), Sampling(0.3, 0, head.draws, correct, head.weight))
+    logits = grassy.kernels.subspace_logits(x, head.weight[sample.places], 3.0, normalize=True, impl="reference")
+    if correct:
+        logits = logits + (torch.arange(len(sample.places)) >= sample.positives).to(dtype) * -math.log(0.3)
+    places = places_of(labels, Shard(0, 200, 200), sample)
+    target = grassy.MixedLabels(places, both.weights).dense(len(sample.places), -1) if mixed else places
+    if mixed:  # torch smooths probabilities in the same way, but for the mass of labels that are ignored
+        smoothed = 0.9 * target + 0.1 / len(sample.places)
+        expected = -(smoothed * logits.log_softmax(-1)).sum(-1).sum() / 6
+    else:
+        expected = nn.functional.cross_entropy(logits, target, label_smoothing=0.1, ignore_index=-1)
+    gradients = torch.autograd.grad(expected, [x, head.weight])
+    loss = grassy.classification_loss(head, x, both if mixed else y, "label-smoothing")
+    loss.backward()
+    tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(loss, expected, **tolerance)
+    torch.testing.assert_close(x.grad, gradients[0], **tolerance)
+    where, found = gradient_of_some(head.weight)
+    torch.testing.assert_close(found, gradients[1][where], **tolerance)
 
 
 def test_gradients_of_parts_of_a_batch_are_added_by_class():

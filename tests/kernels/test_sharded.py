@@ -34,14 +34,14 @@ def test_of_all_classes_it_is_the_cross_entropy_of_torch(smoothing):
 
 def test_chunks_of_plain_torch_agree_with_the_specification():
     found = differences("chunks")
-    assert len(found) == 24
+    assert len(found) == 36
     assert max(max(error) for error in found.values()) < 1e-4, found
 
 
 @pytest.mark.slow
 def test_kernels_agree_with_the_specification():
     found = interpreted(INTERPRETED)
-    assert len(found) == 4
+    assert len(found) == 6
     assert max(max(error) for error in found.values()) < 1e-4, found
 
 
@@ -76,7 +76,7 @@ def test_a_label_that_is_no_class_makes_the_loss_a_nan():
         ({"reduction": "max"}, "reduction must be"),
         ({"label_smoothing": 2.0}, "label_smoothing must lie in"),
         ({"impl": "cuda"}, "impl must be 'auto' or one of"),
-        ({"target": torch.rand(13, 11)}, "takes class indices, not probabilities"),
+        ({"target": torch.rand(13, 11)}, "takes class indices, or mixtures of a few as grassy.MixedLabels"),
         ({"target": torch.zeros(12, dtype=torch.int64)}, r"need labels of shape \(13,\)"),
     ],
 )

@@ -81,9 +81,9 @@ def assert_same_state(one, other):
     [
         {**RESNET, "model_ema": True, "model_ema_decay": 0.8},
         {"opt": "adamw", "lr": 1e-3, "clip_grad": 1.0, "fsdp": True, "head": {"name": "arcface", "scale": 8.0}},
-        {"head.sample": 0.5},
+        {"head.sample": 0.5, "mixup": 0.4, "cutmix": 1.0, "smoothing": 0.1},
     ],
-    ids=["batch statistics and average", "adamw and fsdp", "a sample of the classes"],
+    ids=["batch statistics and average", "adamw and fsdp", "a sample of the classes, mixed"],
 )
 def test_a_divided_run_that_was_stopped_and_resumed_ends_as_if_it_never_was(tmp_path, changes):
     recipe = tiny_recipe(**DIVIDED, **changes)
@@ -178,13 +178,13 @@ def test_heads_over_256_megabytes_are_divided_unless_the_recipe_says(monkeypatch
     assert dividing._is_large(recipe, classes + 1)
     assert not dividing._is_large(recipe, classes - 1)
     assert not dividing._is_large(recipe, 10)
-    assert not dividing._is_large(with_changes(recipe, {"mixup": 0.2}), classes + 1)
+    assert dividing._is_large(with_changes(recipe, {"mixup": 0.2}), classes + 1)
     assert not dividing._is_large(with_changes(recipe, {"head": {"name": "multi", "layers": 4}}), 10**6)
     assert Recipe(shard_head=False).shard_head == "false"
     with pytest.raises(ValueError, match="shard_head must be one of auto, true, false, got 'ture'"):
         Recipe(shard_head="ture")
     with pytest.raises(ValueError, match="mixup and cutmix must be 0"):
-        Recipe(shard_head=True, cutmix=1.0)
+        Recipe(shard_head=True, cutmix=1.0, loss="bce")
 
 
 @pytest.mark.slow
@@ -212,8 +212,8 @@ def test_the_recipe_for_faces_trains_on_folders_and_on_tars_in_several_processes
 def test_a_run_that_starts_on_one_process_grows_to_several_that_divide_it(tmp_path, division):
     recipe = tiny_recipe(crop="none", hflip=0.0, sched="constant", epochs=3, checkpoint_interval=0, **division)
     data = tiny_arrays(tmp_path / "data", classes=CLASSES)
-    train(recipe.changed({"epochs": 1}), data, tmp_path / "run", device="cpu", quiet=True)
-    assert run_on(2, recipe.changed({"epochs": 2}), data, tmp_path / "run", "auto") == [None] * 2
+    train(with_changes(recipe, {"epochs": 1}), data, tmp_path / "run", device="cpu", quiet=True)
+    assert run_on(2, with_changes(recipe, {"epochs": 2}), data, tmp_path / "run", "auto") == [None] * 2
     train(recipe, data, tmp_path / "run", "auto", "cpu", quiet=True)
     train(recipe, data, tmp_path / "whole", device="cpu", quiet=True)
     rows, expected = (read_plain(tmp_path / name / SAVES)["progress"]["rows"] for name in ("run", "whole"))
@@ -230,4 +230,4 @@ def test_a_large_head_under_torchrun_is_saved_so_that_more_processes_can_divide_
         train(recipe, data, tmp_path / "run", device="cpu", quiet=True)
 
     on_ranks(1, tmp_path, alone)
-    assert run_on(2, recipe.changed({"epochs": 2}), data, tmp_path / "run", "auto") == [None] * 2
+    assert run_on(2, with_changes(recipe, {"epochs": 2}), data, tmp_path / "run", "auto") == [None] * 2

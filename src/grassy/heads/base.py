@@ -50,6 +50,8 @@ class Head(nn.Module):
     subspace_names: tuple[str, ...] = ()
     #: Whether the target may hold probabilities (B, C), as produced by mixup and cutmix.
     takes_soft_targets = True
+    #: Whether the target of its loss may be `MixedLabels`. Other heads get probabilities instead.
+    takes_mixed_labels = False
     #: Whether `logits` uses the target, as in margin heads.
     logits_use_target = True
     #: Whether all logits are >= 0, which makes binary cross-entropy unsuitable.

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from grassy.heads.request import Criterion
+from grassy.mixed_labels import MixedLabels, is_soft
 
 
-def cross_entropy_options(criterion: Criterion, target: Tensor) -> dict[str, Any] | None:
+def cross_entropy_options(criterion: Criterion, target: Tensor | MixedLabels) -> dict[str, Any] | None:
     """Return the label_smoothing, ignore_index and reduction of a criterion that is a cross-entropy, or None.
 
     timm has one criterion for labels and one for probabilities, so the result depends on the target too.
@@ -23,9 +24,9 @@ def cross_entropy_options(criterion: Criterion, target: Tensor) -> dict[str, Any
     elif type(criterion) is nn.CrossEntropyLoss and criterion.weight is None:
         options = {name: getattr(criterion, name) for name in names}
     elif type(criterion).__module__.startswith("timm.loss"):
-        if type(criterion).__name__ == "LabelSmoothingCrossEntropy" and not target.is_floating_point():
+        if type(criterion).__name__ == "LabelSmoothingCrossEntropy" and not is_soft(target):
             options = {"label_smoothing": criterion.smoothing}  # type: ignore[attr-defined]
-        elif type(criterion).__name__ == "SoftTargetCrossEntropy" and target.is_floating_point():
+        elif type(criterion).__name__ == "SoftTargetCrossEntropy" and is_soft(target):
             options = {}
     return options if options is not None and options.keys() <= set(names) else None
 

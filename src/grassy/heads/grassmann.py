@@ -14,6 +14,7 @@ from grassy.heads.cross_entropy import cross_entropy_options, one_loss
 from grassy.heads.gamma import automatic_gamma
 from grassy.heads.per_class import PerClassHead
 from grassy.heads.request import Criterion, LossRequest
+from grassy.mixed_labels import MixedLabels
 
 REPAIR_ABOVE = 1e-5
 WARN_ABOVE = 1e-3
@@ -228,7 +229,11 @@ class GrassmannHead(PerClassHead):
             features, self.weight, target, self.gamma, normalize=self.normalize, **(options or {})
         )
 
-    def sharded_loss(self, features: Tensor, target: Tensor, **options: Any) -> Tensor:
+    @property
+    def takes_mixed_labels(self) -> bool:  # type: ignore[override]
+        return super().takes_mixed_labels or self.samples
+
+    def sharded_loss(self, features: Tensor, target: Tensor | MixedLabels, **options: Any) -> Tensor:
         (weight,), shard = self.class_parameters(), self.shard
         gamma = 1.0 if isinstance(self.gamma, nn.Parameter) else self.gamma
         sampling = self._next_sampling() if self.samples else None

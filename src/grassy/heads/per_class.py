@@ -16,6 +16,8 @@ from grassy.kernels import (
     sharded_logits,
     sharded_top,
 )
+from grassy.kernels.sharded import NO_PROBABILITIES
+from grassy.mixed_labels import MixedLabels
 
 
 class PerClassHead(Head):
@@ -71,7 +73,7 @@ class PerClassHead(Head):
             return super().loss(features, target, criterion)
         return self.sharded_loss(self.prepare(features, target, criterion), target, **options)
 
-    def sharded_loss(self, features: Tensor, target: Tensor, **options: Any) -> Tensor:
+    def sharded_loss(self, features: Tensor, target: Tensor | MixedLabels, **options: Any) -> Tensor:
         """Return the cross-entropy of this process's prepared features, with the options of `sharded_cross_entropy`."""
         params, shard = self.class_parameters(), self.shard
         return sharded_cross_entropy(self._sent(features), target, self.class_logits, params, shard, **options)
@@ -116,13 +118,17 @@ class PerClassHead(Head):
             rows, params = self._sent(self.prepare(features)), self.class_parameters()
             return 1 - sharded_largest_probability(rows, self.class_logits, params, self.shard)
 
-    def check_target(self, target: Tensor, criterion: Criterion | None = None) -> None:
+    @property
+    def takes_mixed_labels(self) -> bool:  # type: ignore[override]
+        return self.is_sharded and self.takes_soft_targets
+
+    def check_target(self, target: Any, criterion: Criterion | None = None) -> None:
+        if isinstance(target, MixedLabels):
+            super().check_target(target.labels, criterion)
+            return
         super().check_target(target, criterion)
         if self.is_sharded and target.is_floating_point():
-            raise ValueError(
-                f"a {type(self).__name__} that is sharded over processes takes class indices, not probabilities of "
-                "shape (B, C): train it without mixup and cutmix"
-            )
+            raise ValueError(f"{NO_PROBABILITIES}: {type(self).__name__} got a target of shape {tuple(target.shape)}")
 
     def _sent(self, features: Tensor) -> Tensor:
         """Return rows in the dtype of their matmul, to send no more bytes between processes than needed."""

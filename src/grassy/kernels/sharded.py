@@ -13,13 +13,22 @@ where t'_c = (1 − ε)t_c + ε/C is the smoothed target and C the number of all
 whose size depends neither on C nor on K. The forward gathers features and labels, reduces m_s, and reduces the sums.
 The backward gathers the gradients of the losses and reduce-scatters those of the features.
 
+A target that is a mixture Σ_m w_m e(y_m) of a few labels has q_s = Σ w_m l_{y_m} over the labels in S_s, and
+t_c = Σ_m w_m [y_m = c]. All processes know Z = Σ w_m and T = (1 − ε)Z + ε, and
+
+    loss = T log E − (1 − ε)(q − Z M) − ε (a/C − M),  ∂loss/∂l_c = T exp(l_c − M)/E − t'_c.
+
+If only a sample of the classes takes part, C is the number of sampled classes, which is summed with the rest. The loss
+is then the smoothed cross-entropy over the sample.
+
 Each process has the losses of its own rows, as under DDP, which averages gradients over processes. The gradients of
 sharded parameters are not averaged, so they are divided by W here. The features get the sum for their rows.
 
 `logits(x, labels, *params)` returns the logits of a chunk of classes. x is (B, N), and params have one row per class.
 Labels (B,) are relative to the first class of the chunk and may lie outside. The params may belong to some classes of
 the shard only. Then `places` (B,) are the indices of the labels among them, out of range for labels elsewhere.
-Shapes: B batch, C classes, N features.
+For mixtures, labels, places and weights are (B, M). Otherwise, weights are None.
+Shapes: B batch, C classes, M labels of a row, N features.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grassy.kernels import collectives
+from grassy.mixed_labels import MixedLabels
 from grassy.shards import Shard
 
 #: Number of logits, or coordinates of subspaces, that a process computes at a time.
@@ -40,13 +50,22 @@ WHOLE = 2**26
 
 Logits = Callable[..., Tensor]
 
+NO_PROBABILITIES = (
+    "a head that is divided over processes or sampled takes class indices, or mixtures of a few as grassy.MixedLabels, "
+    "not probabilities of all classes"
+)
+
 
 class Smoothing(NamedTuple):
-    """Label smoothing ε, the number of all classes, over which ε is spread, and the label to ignore."""
+    """Label smoothing ε, the number of classes over which ε is spread, and the label to ignore.
+
+    If `sampled`, not all classes take part, and their number is not known yet.
+    """
 
     eps: float
     classes: int
     ignore_index: int
+    sampled: bool = False
 
 
 # --- the pieces -------------------------------------------------------------------------------------------------
@@ -59,41 +78,63 @@ def nothing_observed(x: Tensor, dtype: torch.dtype) -> Tensor:
     return state
 
 
-def observed(state: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the state updated by the logits (B, c) of c more classes. Labels (B,) are relative to the first one."""
+def observed(state: Tensor, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the state updated by the logits (B, c) of c more classes. Labels are relative to the first one."""
     maximum, exponentials, picked, total = state
     raised = torch.maximum(maximum, logits.amax(-1))
     exponentials = exponentials * (maximum - raised).exp() + (logits - raised.unsqueeze(-1)).exp().sum(-1)
-    picked = picked + logits.where(_is_label(labels, logits), 0).sum(-1)
+    if weights is None:
+        picked = picked + logits.where(_is_label(labels, logits), 0).sum(-1)
+    else:
+        picked = picked + (_shares(labels, weights, logits) * logits).sum(-1)
     return torch.stack([raised, exponentials, picked, total + logits.sum(-1)])
 
 
-def losses(state: Tensor, labels: Tensor, shard: Shard, terms: Smoothing, here: int) -> tuple[Tensor, Tensor]:
-    """Return the losses (B,) and log Σ exp l_c (B,) from the states (4, B) of all processes, by two collectives.
+def losses(
+    state: Tensor, labels: Tensor, weights: Tensor | None, shard: Shard, terms: Smoothing, here: int
+) -> tuple[Tensor, Tensor, Smoothing]:
+    """Return the losses (B,), log Σ exp l_c (B,) and the terms from the states of all processes, by two collectives.
 
     Labels count over all classes, and `here` is the number of logits in the state. A label that is no class gives NaN.
     Logits are relative to the largest one before the sum, because a small loss is a small difference of logits.
+    The returned terms have the number of classes that take part, if it was not known.
     """
     maximum, exponentials, picked, total = state
     top = collectives.maximum(maximum, shard.group)
     is_here = (labels >= shard.offset) & (labels < shard.stop)
-    sums = [exponentials * (maximum - top).exp(), torch.where(is_here, picked - top, 0)]
+    mass_here = is_here if weights is None else (weights * is_here).sum(-1)
+    picked = torch.where(mass_here != 0, picked - mass_here * top, 0)
+    sums = [exponentials * (maximum - top).exp(), picked]
     if terms.eps:
         sums.append(total - here * top)
+        sums += [torch.full_like(top, here)] if terms.sampled else []
     exponential, label, *rest = collectives.total(torch.stack(sums), shard.group)
+    if terms.eps and terms.sampled and len(top):
+        terms = terms._replace(classes=max(1, round(float(rest[1][0]))))
     logarithm = exponential.log()
-    label = label.masked_fill((labels < 0) | (labels >= shard.classes), torch.nan)
-    loss = logarithm - (1 - terms.eps) * label
+    wrong = (labels < 0) | (labels >= shard.classes)
+    label = label.masked_fill(wrong if weights is None else (wrong & (weights != 0)).any(-1), torch.nan)
+    mass = target_mass(weights, terms)
+    loss = (logarithm if mass is None else mass * logarithm) - (1 - terms.eps) * label
     if terms.eps:
         loss = loss - terms.eps / terms.classes * rest[0]
-    return loss.masked_fill(labels == terms.ignore_index, 0), top + logarithm
+    return loss.masked_fill(_is_ignored(labels, weights, terms), 0), top + logarithm, terms
 
 
-def slopes(logits: Tensor, labels: Tensor, normalizer: Tensor, grad: Tensor, terms: Smoothing) -> Tensor:
+def slopes(
+    logits: Tensor, labels: Tensor, weights: Tensor | None, normalizer: Tensor, grad: Tensor, terms: Smoothing
+) -> Tensor:
     """Return ∂loss/∂l_c (B, c) times the gradients of the losses (B,), given normalizer = log Σ exp l_c (B,)."""
     probabilities = (logits - normalizer.unsqueeze(-1)).exp()
-    shares = _is_label(labels, logits).to(logits.dtype) * (1 - terms.eps) + terms.eps / terms.classes
+    if (mass := target_mass(weights, terms)) is not None:
+        probabilities = probabilities * mass.unsqueeze(-1)
+    shares = _shares(labels, weights, logits) * (1 - terms.eps) + terms.eps / terms.classes
     return grad.unsqueeze(-1) * (probabilities - shares)
+
+
+def target_mass(weights: Tensor | None, terms: Smoothing) -> Tensor | None:
+    """T (B,): what the smoothed target of each row sums to; None for one."""
+    return None if weights is None else (1 - terms.eps) * weights.sum(-1) + terms.eps
 
 
 def own(rows: Tensor, group: Any) -> Tensor:
@@ -107,6 +148,19 @@ def own(rows: Tensor, group: Any) -> Tensor:
 
 def _is_label(labels: Tensor, logits: Tensor) -> Tensor:
     return labels.unsqueeze(-1) == torch.arange(logits.shape[-1], device=labels.device)
+
+
+def _shares(labels: Tensor, weights: Tensor | None, logits: Tensor) -> Tensor:
+    """The target t_c (B, c) of some classes."""
+    if weights is None:
+        return _is_label(labels, logits).to(logits.dtype)
+    pairs = zip(labels.unbind(-1), weights.unbind(-1), strict=True)
+    return torch.stack([_is_label(y, logits) * w.unsqueeze(-1).to(logits.dtype) for y, w in pairs]).sum(0)
+
+
+def _is_ignored(labels: Tensor, weights: Tensor | None, terms: Smoothing) -> Tensor:
+    ignored = labels == terms.ignore_index
+    return ignored if weights is None else ignored.all(-1)
 
 
 # --- the specification ------------------------------------------------------------------------------------------
@@ -129,26 +183,34 @@ class SoftmaxOverShards(torch.autograd.Function):
     """Computes the losses (B_l,) of this process's rows from its logits (B, C_l) of all rows."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, places: Tensor, shard: Shard, terms: Smoothing) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        places: Tensor,
+        weights: Tensor | None,
+        shard: Shard,
+        terms: Smoothing,
+    ) -> Tensor:
         state = nothing_observed(logits, logits.dtype)
         if logits.shape[-1]:
-            state = observed(state, logits, places)
-        loss, normalizer = losses(state, labels, shard, terms, logits.shape[-1])
-        ctx.save_for_backward(logits, labels, places, normalizer)
+            state = observed(state, logits, places, weights)
+        loss, normalizer, terms = losses(state, labels, weights, shard, terms, logits.shape[-1])
+        ctx.save_for_backward(logits, labels, places, weights, normalizer)
         ctx.shard, ctx.terms = shard, terms
         return own(loss, shard.group).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        logits, labels, places, normalizer = ctx.saved_tensors
-        grad = gathered_gradient(grad, labels, ctx.shard, ctx.terms)
-        return slopes(logits, places, normalizer, grad, ctx.terms), None, None, None, None
+        logits, labels, places, weights, normalizer = ctx.saved_tensors
+        grad = gathered_gradient(grad, labels, weights, ctx.shard, ctx.terms)
+        return slopes(logits, places, weights, normalizer, grad, ctx.terms), *(None,) * 5
 
 
-def gathered_gradient(grad: Tensor, labels: Tensor, shard: Shard, terms: Smoothing) -> Tensor:
+def gathered_gradient(grad: Tensor, labels: Tensor, weights: Tensor | None, shard: Shard, terms: Smoothing) -> Tensor:
     """Gather the gradients (B,) of all losses, divided by W: see the top of this file."""
     grad = collectives.gathered(grad, shard.group) / collectives.world_size(shard.group)
-    return grad.masked_fill(labels == terms.ignore_index, 0)
+    return grad.masked_fill(_is_ignored(labels, weights, terms), 0)
 
 
 def scattered_gradient(grad: Tensor, dtype: torch.dtype, group: Any) -> Tensor:
@@ -164,13 +226,14 @@ def _reference(
     rows: Tensor,
     labels: Tensor,
     places: Tensor,
+    weights: Tensor | None,
     logits: Logits,
     params: Sequence[Tensor],
     shard: Shard,
     terms: Smoothing,
 ) -> Tensor:
     own_logits = logits(applied(GatherRows, rows, shard.group), places, *params)
-    return applied(SoftmaxOverShards, own_logits, labels, places, shard, terms)
+    return applied(SoftmaxOverShards, own_logits, labels, places, weights, shard, terms)
 
 
 def applied(function: type[torch.autograd.Function], *inputs: Any) -> Tensor:
@@ -191,6 +254,7 @@ class _InChunks(torch.autograd.Function):
         rows: Tensor,
         labels: Tensor,
         places: Tensor,
+        weights: Tensor | None,
         logits: Logits,
         size: int,
         shard: Shard,
@@ -202,18 +266,18 @@ class _InChunks(torch.autograd.Function):
         for start, stop in chunks(len(params[0]), size):
             part = logits(x, places - start, *(p[start:stop] for p in params))
             state = nothing_observed(x, part.dtype) if state is None else state
-            state = observed(state, part, places - start)
+            state = observed(state, part, places - start, weights)
         if state is None:
             state = nothing_observed(x, torch.promote_types(params[0].dtype, torch.float32))
-        loss, normalizer = losses(state, labels, shard, terms, len(params[0]))
-        ctx.save_for_backward(x, labels, places, normalizer, *params)
+        loss, normalizer, terms = losses(state, labels, weights, shard, terms, len(params[0]))
+        ctx.save_for_backward(x, labels, places, weights, normalizer, *params)
         ctx.logits, ctx.size, ctx.shard, ctx.terms, ctx.autocast = logits, size, shard, terms, autocast_as_now(x)
         return own(loss, shard.group).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, labels, places, normalizer, *params = ctx.saved_tensors
-        grad = gathered_gradient(grad, labels, ctx.shard, ctx.terms)
+        x, labels, places, weights, normalizer, *params = ctx.saved_tensors
+        grad = gathered_gradient(grad, labels, weights, ctx.shard, ctx.terms)
         pulled = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
         results = [torch.empty_like(p) for p in params]
         x = x.detach().requires_grad_()
@@ -221,12 +285,12 @@ class _InChunks(torch.autograd.Function):
             parts = [p[start:stop].detach().requires_grad_() for p in params]
             with torch.enable_grad(), ctx.autocast():
                 part = ctx.logits(x, places - start, *parts)
-            g = slopes(part.detach(), places - start, normalizer, grad, ctx.terms)
+            g = slopes(part.detach(), places - start, weights, normalizer, grad, ctx.terms)
             dx, *dparts = torch.autograd.grad(part, [x, *parts], g)
             pulled += dx
             for result, dpart in zip(results, dparts, strict=True):
                 result[start:stop] = dpart
-        return scattered_gradient(pulled, x.dtype, ctx.shard.group), *(None,) * 6, *results
+        return scattered_gradient(pulled, x.dtype, ctx.shard.group), *(None,) * 7, *results
 
 
 def autocast_as_now(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
@@ -252,16 +316,34 @@ def chunk_size(batch: int, params: Sequence[Tensor]) -> int:
     return classes if of_a_class * classes <= WHOLE else max(1, CHUNK // of_a_class)
 
 
-def reduced(loss: Tensor, target: Tensor, reduction: str, ignore_index: int) -> Tensor:
+def reduced(loss: Tensor, target: Tensor | MixedLabels, reduction: str, ignore_index: int) -> Tensor:
     """Reduce the losses of rows as `torch.nn.functional.cross_entropy` does."""
     if reduction == "none":
         return loss.reshape(target.shape)
-    return loss.sum() if reduction == "sum" else loss.sum() / (target != ignore_index).sum()
+    if reduction == "sum":
+        return loss.sum()
+    counted = target.counted(ignore_index) if isinstance(target, MixedLabels) else target.long() != ignore_index
+    return loss.sum() / counted.sum()
+
+
+def gathered_target(
+    target: Tensor | MixedLabels, dtype: torch.dtype, shard: Shard, ignore_index: int
+) -> tuple[Tensor, Tensor | None]:
+    """The labels of all processes, and their weights if they are mixed; one collective.
+
+    dtype: of the logits. Weights travel beside the labels as the bits of their float64.
+    """
+    if not isinstance(target, MixedLabels):
+        return collectives.gathered(target.reshape(-1).long(), shard.group), None
+    own = [each.reshape(-1, each.shape[-1]) for each in (target.labels.long(), target.weights.double())]
+    both = collectives.gathered(torch.cat([own[0], own[1].view(torch.int64)], -1), shard.group)
+    labels, weights = both.tensor_split(2, -1)
+    return labels, weights.contiguous().view(torch.float64).to(dtype).masked_fill(labels == ignore_index, 0)
 
 
 def sharded_cross_entropy(
     rows: Tensor,
-    target: Tensor,
+    target: Tensor | MixedLabels,
     logits: Logits,
     params: Sequence[Tensor],
     shard: Shard,
@@ -275,7 +357,7 @@ def sharded_cross_entropy(
 
     Args:
         rows: Rows (..., N) of this process, sent in their dtype.
-        target: Labels (...) of the rows.
+        target: Labels (...) of the rows, or mixtures of a few labels.
         logits: Function `logits(x, labels, *params)` that returns the logits of some classes.
         params: Parameters of the classes of this process, one row per class.
         shard: Classes of this process.
@@ -293,15 +375,17 @@ def sharded_cross_entropy(
     """
     check(rows, target, label_smoothing, reduction)
     terms = Smoothing(float(label_smoothing), shard.classes, ignore_index)
-    flat, labels = rows.reshape(-1, rows.shape[-1]), collectives.gathered(target.reshape(-1).long(), shard.group)
-    loss = losses_of_rows(flat, labels, labels - shard.offset, logits, params, shard, terms, impl)
-    return reduced(loss, target.long(), reduction, ignore_index)
+    flat, dtype = rows.reshape(-1, rows.shape[-1]), torch.promote_types(rows.dtype, torch.float32)
+    labels, weights = gathered_target(target, dtype, shard, ignore_index)
+    loss = losses_of_rows(flat, labels, labels - shard.offset, weights, logits, params, shard, terms, impl)
+    return reduced(loss, target, reduction, ignore_index)
 
 
 def losses_of_rows(
     rows: Tensor,
     labels: Tensor,
     places: Tensor,
+    weights: Tensor | None,
     logits: Logits,
     params: Sequence[Tensor],
     shard: Shard,
@@ -311,22 +395,19 @@ def losses_of_rows(
     """Return the losses (B_l,) of rows (B_l, N), given the labels (B,) of all rows and their indices in the params."""
     size = chunk_size(labels.shape[0], params)
     if impl == "reference" or (impl == "auto" and size >= params[0].shape[0]):
-        return _reference(rows, labels, places, logits, params, shard, terms)
+        return _reference(rows, labels, places, weights, logits, params, shard, terms)
     if impl in ("auto", "chunks"):
-        return applied(_InChunks, rows, labels, places, logits, size, shard, terms, *params)
+        return applied(_InChunks, rows, labels, places, weights, logits, size, shard, terms, *params)
     raise ValueError(f"impl must be 'auto', 'chunks' or 'reference', got {impl!r}")
 
 
-def check(rows: Tensor, target: Tensor, label_smoothing: float, reduction: str) -> None:
+def check(rows: Tensor, target: Tensor | MixedLabels, label_smoothing: float, reduction: str) -> None:
     """Raise ValueError for an invalid target or option."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing!r}")
-    if target.is_floating_point():
-        raise ValueError(
-            f"a sharded head takes class indices, not probabilities, got a target {target.dtype} of "
-            f"shape {tuple(target.shape)}: train without mixup and cutmix"
-        )
+    if isinstance(target, Tensor) and target.is_floating_point():
+        raise ValueError(f"{NO_PROBABILITIES}, got a target {target.dtype} of shape {tuple(target.shape)}")
     if target.shape != rows.shape[:-1]:
         raise ValueError(f"need labels of shape {tuple(rows.shape[:-1])} for these features, got {tuple(target.shape)}")

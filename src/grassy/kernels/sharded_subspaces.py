@@ -21,18 +21,21 @@ from grassy.kernels.sharded import (
     applied,
     check,
     gathered_gradient,
+    gathered_target,
     losses,
     losses_of_rows,
     own,
     reduced,
     scattered_gradient,
+    target_mass,
 )
+from grassy.mixed_labels import MixedLabels
 from grassy.shards import Shard
 
 
 def sharded_subspace_cross_entropy(
     rows: Tensor,
-    target: Tensor,
+    target: Tensor | MixedLabels,
     weight: Tensor,
     gamma: float,
     shard: Shard,
@@ -49,11 +52,11 @@ def sharded_subspace_cross_entropy(
 
     Args:
         rows: Rows (..., N) of this process, sent in their dtype and not normalised.
-        target: Labels (...) of the rows.
+        target: Labels (...) of the rows, or mixtures of a few labels.
         weight: Subspaces (C_l, K, N) of this process.
         gamma: Scale γ of the logits.
         shard: Classes of this process.
-        label_smoothing: As in `torch.nn.functional.cross_entropy`. Must be 0 with sampling.
+        label_smoothing: As in `torch.nn.functional.cross_entropy`. With sampling, it spreads over the sampled classes.
         reduction: As in `torch.nn.functional.cross_entropy`.
         ignore_index: As in `torch.nn.functional.cross_entropy`.
         sampling: How to sample the classes. None uses all classes.
@@ -67,12 +70,9 @@ def sharded_subspace_cross_entropy(
         RuntimeError: If the named implementation cannot run.
     """
     check(rows, target, label_smoothing, reduction)
-    if sampling is not None and label_smoothing:
-        raise ValueError(
-            f"label_smoothing spreads over all classes, so with a sample of them it must be 0, got {label_smoothing!r}"
-        )
-    terms = Smoothing(float(label_smoothing), shard.classes, ignore_index)
-    flat, labels = rows.reshape(-1, rows.shape[-1]), collectives.gathered(target.reshape(-1).long(), shard.group)
+    terms = Smoothing(float(label_smoothing), shard.classes, ignore_index, sampling is not None)
+    flat, dtype = rows.reshape(-1, rows.shape[-1]), torch.promote_types(rows.dtype, torch.float32)
+    labels, weights = gathered_target(target, dtype, shard, ignore_index)
     places, sampled_from, shift = labels - shard.offset, weight.shape[0], 0.0
     if sampling is not None:
         sample = drawn(labels, shard, sampling)
@@ -88,11 +88,12 @@ def sharded_subspace_cross_entropy(
             return subspace_logits(x, part, gamma, False) + shifts
 
         how = "reference" if impl == "reference" else "auto"
-        loss = losses_of_rows(flat, labels, places, logits, [weight, shifts], shard, terms, how)
+        loss = losses_of_rows(flat, labels, places, weights, logits, [weight, shifts], shard, terms, how)
     else:
         settings = (float(gamma), sampled_from, shift, chosen == "triton")
-        loss = applied(_Fused, flat, weight, labels, places, settings, shard, terms, wants_grad(flat, weight))
-    return reduced(loss, target.long(), reduction, ignore_index)
+        wanted = wants_grad(flat, weight)
+        loss = applied(_Fused, flat, weight, labels, places, weights, settings, shard, terms, wanted)
+    return reduced(loss, target, reduction, ignore_index)
 
 
 class _Fused(torch.autograd.Function):
@@ -103,6 +104,7 @@ class _Fused(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         places: Tensor,
+        weights: Tensor | None,
         settings: tuple[float, int, float, bool],
         shard: Shard,
         terms: Smoothing,
@@ -112,22 +114,24 @@ class _Fused(torch.autograd.Function):
         places = torch.where((places >= 0) & (places < weight.shape[0]), places, -1)
         size, keep = division(x, weight)
         keep = keep if keeps else 0
-        state, kept = _observe_shard(x, weight, places, size, keep, *settings)
-        loss, normalizer = losses(state[:4], labels, shard, terms, weight.shape[0])
-        ctx.save_for_backward(x, weight, labels, places, normalizer, kept)
+        state, kept = _observe_shard(x, weight, places, weights, size, keep, *settings)
+        loss, normalizer, terms = losses(state[:4], labels, weights, shard, terms, weight.shape[0])
+        ctx.save_for_backward(x, weight, labels, places, weights, normalizer, kept)
         ctx.shard, ctx.terms, ctx.settings, ctx.division = shard, terms, settings, (size, keep)
         ctx.dtype = rows.dtype
         return own(loss, shard.group).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, labels, places, normalizer, kept = ctx.saved_tensors
+        x, weight, labels, places, weights, normalizer, kept = ctx.saved_tensors
         for_x, for_weight = ctx.needs_input_grad[:2]
-        grad = gathered_gradient(grad, labels, ctx.shard, ctx.terms)
+        grad = gathered_gradient(grad, labels, weights, ctx.shard, ctx.terms)
+        mass = target_mass(weights, ctx.terms)
+        rows = torch.stack([normalizer, torch.ones_like(normalizer) if mass is None else mass])
         facts = (*ctx.division, ctx.terms.eps, ctx.terms.classes, *ctx.settings, for_x, for_weight)
-        v, dweight = _pull_back_shard(grad, x, weight, places, normalizer, kept, *facts)
+        v, dweight = _pull_back_shard(grad, x, weight, places, weights, rows, kept, *facts)
         dx = scattered_gradient(v, ctx.dtype, ctx.shard.group) if for_x else None
-        return dx, dweight if for_weight else None, *(None,) * 6
+        return dx, dweight if for_weight else None, *(None,) * 7
 
 
 def _chunks(
@@ -139,11 +143,61 @@ def _chunks(
     return [((start, stop), terms._replace(shift=shift if start >= boundary else 0.0)) for start, stop in pairs]
 
 
+class _Mixtures:
+    """The pieces of `cross_entropy` for mixtures of labels at places (B, M) with weights (B, M).
+
+    A kernel takes one label of a row, or probabilities of all classes. It gets neither, and what the labels change is
+    put right afterwards, at M places of each row: the slope T p_c − t'_c of a label must be rounded as one number.
+    """
+
+    def __init__(self, pieces: Any, places: Tensor, weights: Tensor) -> None:
+        self.pieces, self.places, self.weights = pieces, places, weights
+
+    def observe(self, y: Tensor, none: Tensor, start: int, terms: Terms, state: Tensor, *results: Tensor) -> None:
+        self.pieces.observe(y, none, start, terms, state, *results)
+        for number in range(self.places.shape[1]):
+            _, here, mine = self._label(y, number, start, terms)
+            logit = terms.gamma * torch.linalg.vector_norm(mine, dim=-1) + terms.shift
+            state[2] += torch.where(here, self.weights[:, number] * logit, 0)
+
+    def pull_back(
+        self, y: Tensor, none: Tensor, start: int, terms: Terms, rows: Tensor, grad: Tensor, out: Tensor
+    ) -> Tensor:
+        labels = [self._label(y, number, start, terms) for number in range(self.places.shape[1])]  # out may be y
+        result: Tensor = self.pieces.pull_back(y, none, start, terms, rows, grad, out)
+        of_class, row = result.unflatten(-1, (-1, terms.k)), torch.arange(len(y), device=y.device)
+        for number, (index, here, mine) in enumerate(labels):
+            norm = torch.linalg.vector_norm(mine, dim=-1)
+            same = self.places == self.places[:, number : number + 1]
+            share = (1 - terms.smoothing) * (self.weights * same).sum(-1) + terms.smoothing / terms.classes
+            slope = grad * (rows[1] * (terms.gamma * norm + terms.shift - rows[0]).exp() - share)
+            exact = mine * torch.where(norm == 0, 0, terms.gamma * slope / norm).unsqueeze(-1)
+            of_class[row, index] = torch.where(here.unsqueeze(-1), exact.to(result.dtype), of_class[row, index])
+        return result
+
+    def _label(self, y: Tensor, number: int, start: int, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
+        """Of one label of each row its index in the chunk (B,), whether it is there, and its coordinates (B, K)."""
+        of_class = y.unflatten(-1, (-1, terms.k))
+        index = self.places[:, number] - start
+        here = (index >= 0) & (index < of_class.shape[1])
+        index = index.where(here, 0)
+        return index, here, of_class[torch.arange(len(y), device=y.device), index].float()
+
+
+def _with_labels(kernels: bool, places: Tensor, weights: Tensor | None) -> tuple[Any, Tensor]:
+    """The pieces for these labels, and the one place of each row that kernels get: -1 for mixtures, none."""
+    pieces = pieces_of(kernels)
+    if weights is None:
+        return pieces, places.contiguous()
+    return _Mixtures(pieces, places, weights.float()), torch.full_like(places[:, 0], -1)
+
+
 @torch.library.custom_op("grassy::observe_shard", mutates_args=())
 def _observe_shard(
     x: Tensor,
     weight: Tensor,
     places: Tensor,
+    weights: Tensor | None,
     size: int,
     keep: int,
     gamma: float,
@@ -152,17 +206,20 @@ def _observe_shard(
     kernels: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the state (5, B) of `cross_entropy.observe` after all classes here, and the stored coordinates."""
-    pieces, terms = pieces_of(kernels), Terms(weight.shape[0], weight.shape[1], gamma, 0.0, -2, finish=False)
+    pieces, one = _with_labels(kernels, places, weights)
+    terms = Terms(weight.shape[0], weight.shape[1], gamma, 0.0, -2, finish=False)
     state, loss, rows = (x.new_zeros(*shape, len(x), dtype=torch.float32) for shape in ((5,), (), (2,)))
     state[0] = -torch.inf
     with as_given(x):
         pairs = _chunks(weight, size, boundary, shift, terms)
-        kept = observe_chunks(x, weight, places.contiguous(), pairs, keep, pieces, state, loss, rows)
+        kept = observe_chunks(x, weight, one, pairs, keep, pieces, state, loss, rows)
     return state, kept
 
 
 @_observe_shard.register_fake
-def _(x: Tensor, weight: Tensor, places: Tensor, size: int, keep: int, *_: Any) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor, weight: Tensor, places: Tensor, weights: Tensor | None, size: int, keep: int, *_: Any
+) -> tuple[Tensor, Tensor]:
     return x.new_empty(5, x.shape[0], dtype=torch.float32), x.new_empty(x.shape[0] * keep * weight.shape[1])
 
 
@@ -172,7 +229,8 @@ def _pull_back_shard(
     x: Tensor,
     weight: Tensor,
     places: Tensor,
-    normalizer: Tensor,
+    weights: Tensor | None,
+    rows: Tensor,
     kept: Tensor,
     size: int,
     keep: int,
@@ -185,13 +243,16 @@ def _pull_back_shard(
     for_x: bool,
     for_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of all rows, in float32, and of the weight, empty if not needed."""
-    pieces, terms = pieces_of(kernels), Terms(classes, weight.shape[1], gamma, eps, -2, finish=False)
-    rows = torch.stack([normalizer, torch.ones_like(normalizer)])
-    grad, places, kept = grad.contiguous(), places.contiguous(), kept.contiguous()
+    """Return the gradients of all rows, in float32, and of the weight, empty if not needed.
+
+    `rows` (2, B) are log Σ exp l_c and T of each row.
+    """
+    pieces, one = _with_labels(kernels, places, weights)
+    terms = Terms(classes, weight.shape[1], gamma, eps, -2, finish=False)
+    grad, kept = grad.contiguous(), kept.contiguous()
     with as_given(x):
         pairs = _chunks(weight, size, boundary, shift, terms)
-        return pull_back_chunks(x, weight, places, pairs, keep, pieces, rows, grad, kept, for_x, for_weight)
+        return pull_back_chunks(x, weight, one, pairs, keep, pieces, rows, grad, kept, for_x, for_weight)
 
 
 @_pull_back_shard.register_fake

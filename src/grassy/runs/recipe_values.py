@@ -106,8 +106,10 @@ def check_values(recipe: "Recipe") -> None:
             f"warmup_epochs {recipe.warmup_epochs:g} must be fewer than epochs {recipe.epochs}; warmup_epochs=0 does "
             "without"
         )
-    if recipe.shard_head == "true" and recipe.mixes:
-        raise ValueError("shard_head=true does not support soft labels: mixup and cutmix must be 0")
+    if recipe.shard_head == "true" and recipe.mixes and recipe.loss != "cross-entropy":
+        raise ValueError(
+            f"shard_head=true does not support soft labels with loss={recipe.loss}: mixup and cutmix must be 0"
+        )
     if recipe.fsdp and recipe.model_ema:
         raise ValueError("fsdp=true does not support averaging: model_ema must be false")
     if recipe.sched != "step" and recipe.decay_milestones:

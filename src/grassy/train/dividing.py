@@ -94,7 +94,7 @@ def is_divided(model: nn.Module) -> bool:
 def _is_large(recipe: Recipe, num_classes: int) -> bool:
     dims = recipe.head.get("k", 1)
     rows = sum(dims) if isinstance(dims, list) else num_classes * dims
-    if rows * WIDEST * 4 <= MUCH or recipe.mixes or recipe.loss != "cross-entropy":
+    if rows * WIDEST * 4 <= MUCH or recipe.loss != "cross-entropy":
         return False
     options = {key: value for key, value in recipe.model_kwargs.items() if key != "pretrained"}
     with torch.device("meta"):

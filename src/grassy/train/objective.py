@@ -42,11 +42,12 @@ def build_optimizer(recipe: Recipe, model: nn.Module, device: torch.device, capt
     )
 
 
-def build_criterion(recipe: Recipe) -> nn.Module:
+def build_criterion(recipe: Recipe, mixes_labels: bool = False) -> nn.Module:
+    """mixes_labels: what mixing makes are pairs of labels."""
     if recipe.loss in ("bce", "bce-sum"):
         return create_criterion("bce", reduction="sum" if recipe.loss == "bce-sum" else "mean")
-    # Mixup and cutmix have already smoothed the targets.
-    if recipe.smoothing and not recipe.mixes:
+    # Mixup and cutmix have already smoothed the targets, unless they give pairs of labels.
+    if recipe.smoothing and (mixes_labels or not recipe.mixes):
         return create_criterion("label-smoothing", smoothing=recipe.smoothing)
     return create_criterion("cross-entropy")
 

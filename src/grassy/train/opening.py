@@ -142,11 +142,13 @@ def build_step(recipe: Recipe, trained: Trained, data: Data, process: Process, d
     device = process.device
     model: Any = torch.compile(trained.model) if compiles(recipe, device) else trained.model
     model = division.wrapped(model)
-    erase, mix = build_erasing(recipe, device), build_mixing(recipe, data.num_classes)
+    # Probabilities of all classes would be too many where the logits are.
+    mixes_labels = recipe.mixes and all(head.takes_mixed_labels for head in heads_of(trained.model))
+    erase, mix = build_erasing(recipe, device), build_mixing(recipe, data.num_classes, mixes_labels)
     return TrainingStep(
         model,
         trained.optimizer,
-        build_criterion(recipe),
+        build_criterion(recipe, mixes_labels),
         Preparation(recipe.mean, recipe.std, device, recipe.channels_last, erase, mix),
         device,
         amp_dtype=amp_dtype(recipe.amp, device),
