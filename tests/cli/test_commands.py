@@ -135,6 +135,7 @@ def test_every_command_has_a_file_of_its_own_name_and_shows_its_help(capsys):
     assert {path.stem for path in folder.glob("*.py")} == {
         "__init__",
         "parser",
+        "versions",
         "which_run",
         *(f"{name}_" if iskeyword(name) else name for name in COMMANDS),
     }
