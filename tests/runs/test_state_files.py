@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from grassy.runs.state import read_torch, save_state
+from grassy.runs.state import read_torch, write_torch
 
 STATE = {"progress": {"epoch": 3, "best": 0.5}, "model": {"weight": torch.arange(40.0), "bias": torch.ones(3)}}
 
 
 def test_every_flipped_byte_is_noticed(tmp_path):
     path = tmp_path / "resume.pt"
-    save_state(STATE, path)
+    write_torch(STATE, path)
     whole = path.read_bytes()
     for place in {*range(0, len(whole), 9), *range(len(whole) - 80, len(whole))}:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
@@ -28,7 +28,7 @@ def test_a_file_of_an_earlier_version_without_a_digest_is_read(tmp_path):
 
 def test_torch_reads_a_file_with_a_digest(tmp_path):
     """So do earlier versions, which know nothing of it."""
-    save_state(STATE, tmp_path / "resume.pt")
+    write_torch(STATE, tmp_path / "resume.pt")
     assert_same(torch.load(tmp_path / "resume.pt", weights_only=True))
 
 

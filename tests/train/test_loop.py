@@ -16,7 +16,7 @@ from grassy.inference.validate import validate
 from grassy.runs.recipe import Recipe
 from grassy.runs.recipe_changes import with_changes
 from grassy.runs.recipe_files import load_recipe
-from grassy.runs.state import STATE, read_torch, save_state
+from grassy.runs.state import STATE, read_torch, write_torch
 from grassy.runs.weights import BEST, LAST, read_description
 from grassy.train.loop import train
 from training_cases import assert_same_weights, tiny_arrays, tiny_folders, tiny_recipe, train_command, weights
@@ -256,7 +256,7 @@ def test_a_run_that_was_begun_without_a_warm_up_of_the_average_goes_on_without(t
     train(with_changes(without, {"epochs": 1}), data, tmp_path / "old", quiet=True)
     state = read_torch(tmp_path / "old" / STATE)
     del state["recipe"]["model_ema_warmup"]
-    save_state(state, tmp_path / "old" / STATE)
+    write_torch(state, tmp_path / "old" / STATE)
     for epochs in (2, 3):  # what the first continuation saves must not have one either
         again = with_changes(without, {"model_ema_warmup": True, "epochs": epochs})
         train(again, data, tmp_path / "old", "auto", quiet=True)

@@ -108,7 +108,7 @@ def test_a_run_killed_while_it_saved_for_the_first_time_begins_again(tmp_path, m
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder, "save_state", killed)
+        patch.setattr(folder, "write_torch", killed)
         with pytest.raises(KeyboardInterrupt):
             train(tiny_recipe(epochs=1), data, run, resume="auto")
     assert (run / LAST).exists()

@@ -12,7 +12,7 @@ import torch
 
 from grassy.distributed.processes import Process
 from grassy.runs.recipe_changes import with_changes
-from grassy.runs.state import STATE, read_torch, save_state
+from grassy.runs.state import STATE, read_torch, write_torch
 from grassy.runs.weights import LAST
 from grassy.train import loop, opening
 from grassy.train.loop import TrainingStopped, train
@@ -151,13 +151,13 @@ def test_a_full_disk_is_one_line_and_the_old_checkpoint_stays(tmp_path):
 
 def test_a_state_that_cannot_be_written_leaves_the_old_one(tmp_path):
     path = tmp_path / "state.pt"
-    save_state({"a": torch.ones(3)}, path)
+    write_torch({"a": torch.ones(3)}, path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
         with pytest.raises(OSError, match="could not be written"):
-            save_state({"a": torch.ones(10000)}, path)
+            write_torch({"a": torch.ones(10000)}, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, ignored)

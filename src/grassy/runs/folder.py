@@ -12,7 +12,7 @@ from torch import Tensor
 from grassy.atomic import remove_torn_files, write_atomically
 from grassy.distributed.saves import MANIFEST, PART, newest
 from grassy.runs.recipe import Recipe
-from grassy.runs.state import STATE, save_state, state_in
+from grassy.runs.state import STATE, state_in, write_torch
 from grassy.runs.weights import BEST, BEST_SAVES, LAST, Description, save_weights
 
 #: Exists until a run has saved its first state. It marks weights without a state as those of a killed run.
@@ -121,7 +121,7 @@ class RunFolder:
             if best is not None:
                 save_weights(*best, self.path / BEST)
             save_weights(*last, self.path / LAST)
-            save_state(state, self.path / STATE)
+            write_torch(state, self.path / STATE)
 
 
 def check_same_run(

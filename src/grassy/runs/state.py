@@ -19,7 +19,7 @@ SAVES = "resume"
 SEAL = b"grassy-sha256:"
 
 
-def save_state(state: Mapping[str, Any], path: Path) -> None:
+def write_torch(state: Mapping[str, Any], path: Path) -> None:
     """Write tensors, numbers and strings in dicts and lists atomically."""
 
     def write(file: IO[bytes]) -> None:
@@ -53,7 +53,7 @@ class _Hashed:
 
 
 def _check_seal(path: Path) -> None:
-    """Raise a ValueError if a byte has changed since `save_state`; earlier versions wrote no digest."""
+    """Raise a ValueError if a byte has changed since `write_torch`; earlier versions wrote no digest."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         left = max(0, file.seek(0, os.SEEK_END) - len(SEAL) - 2 * digest.digest_size)
