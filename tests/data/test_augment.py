@@ -1,5 +1,9 @@
 """timm's policies on arrays: the pixels of timm's own."""
 
+import platform
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -51,3 +55,29 @@ def test_policies_draw_and_change_what_those_of_timm_do(policy, interpolation):
 
 def test_other_transforms_are_left_to_pillow():
     assert not for_pixels(auto_augment.augment_and_mix_transform("augmix-m5", {}))
+
+
+PAGE_FAULTS = """
+import resource, sys
+import numpy as np
+from grassy.data.augment import shear_x
+from grassy.data.loader import keep_memory
+
+if sys.argv[1] == "keep":
+    keep_memory()
+pixels = np.zeros((224, 224, 3), np.uint8)
+for _ in range(20):
+    shear_x(pixels, 0.2, (1, 2, 3))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    shear_x(pixels, 0.2, (1, 2, 3))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="is about glibc")
+def test_workers_keep_the_memory_of_an_image_for_the_next_one():
+    command = [sys.executable, "-c", PAGE_FAULTS]
+    faults = [int(subprocess.check_output([*command, how], text=True)) for how in ("keep", "return")]
+    assert 3 * faults[0] < faults[1]

@@ -8,6 +8,7 @@ An update of the weights takes `batch_size` images: rank r of R takes every R-th
 """
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import random
@@ -189,6 +190,8 @@ class WorkerLoader:
         num_classes: int | None = None,
     ) -> None:
         self.images, self.batches, self.device, self.num_classes = images, batches, device, num_classes
+        if workers == 0:
+            keep_memory()
         self._loader = torch.utils.data.DataLoader(
             Samples(images, transform, training=True),
             batch_sampler=batches,
@@ -265,6 +268,7 @@ def worker_options(workers: int, device: torch.device) -> dict[str, Any]:
 
 def _start_worker(_: int) -> None:
     torch.set_num_threads(1)
+    keep_memory()
     # Only the main process handles Ctrl-C and SIGTERM, though Slurm, systemd and Kubernetes send them to all processes.
     # It still needs its workers then, and ends them by its own SIGTERM if necessary. This needs fork:
     # the main process is then the parent, and there are no threads yet that would let a SIGTERM through.
@@ -272,6 +276,18 @@ def _start_worker(_: int) -> None:
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def keep_memory() -> None:
+    """Let glibc keep freed memory. By default it returns arrays of an image's size to the system.
+
+    Each page of the next array is a page fault then, with which some operations take four times as long.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, the largest that is allowed
+            libc.mallopt(-1, 2**27)  # M_TRIM_THRESHOLD
 
 
 def _end_with_parent() -> None:
