@@ -1,8 +1,9 @@
 """Images per second from JPEG files: grassy's loader, timm's, and torchvision's reference transforms.
 
     python -m benchmarks.input                          the loaders alone
-    python -m benchmarks.input --train resnet50         an iteration on every batch; on a GPU, in bfloat16
+    python -m benchmarks.input --train resnet50         then an iteration on every batch; on a GPU, in bfloat16
     python -m benchmarks.input --source photos          files made of your photos
+    python -m benchmarks.input --size 4000 3000 --grain 5 --count 100 --batch-size 16 --batches 5    a phone's photos
     python -m benchmarks.input --workers 0              one process, by its CPU time: for a busy machine
 
 The files have the size of ImageNet's: 10,000 JPEG images of 500 x 375 pixels, quality 90, about 110 kB. They are made
@@ -11,13 +12,27 @@ contestants get the same files, batch size, number of workers and augmentation: 
 a flip, with or without RandAugment. They take turns. A turn is the beginning of an epoch, without its first batch.
 
 timm's loader collates uint8 images, its fastest way, as grassy's does; both leave the normalisation to the device.
-torchvision's reference normalises in its workers. With --train, "resident" repeats one batch that stays on the device.
+torchvision's reference normalises in its workers, as "grassy, floats" does: the way that grassy does not go. With
+--train, "resident" repeats one batch that stays on the device.
+
+The result also holds the time of each part of the way, before and now, and what the device could take over
+(`input_stages`): decoding by nvJPEG, crops, flips and normalisation in batches, copies.
+
+On a GPU machine `python -m benchmarks.input --train resnet50` takes about five minutes. grassy decodes with simplejpeg
+where it is installed, and with Pillow where it is not. A machine without network gets it in a folder:
+
+    pip download --no-deps --python-version 3.12 --only-binary :all: simplejpeg
+    unzip simplejpeg-*.whl -d runs/simplejpeg
+    PYTHONPATH=src:runs/simplejpeg python -m benchmarks.input --train resnet50
 """
 
 import argparse
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +41,17 @@ import torch
 from torch import Tensor
 
 import grassy
+from benchmarks import input_stages
 from benchmarks.gpu import machine, save
+from grassy.data.batch_transforms import Preparation
 from grassy.data.images import open_images
 from grassy.data.loader import EpochBatches, Share, WorkerLoader, processors
-from grassy.data.transforms import train_transform
+from grassy.data.transforms import CropTransform, train_transform
 from grassy.models import import_timm
 from grassy.runs.recipe import Recipe
 from grassy.terminal import bar
 
-SIZE, CROP, QUALITY, CLASSES = (500, 375), 224, 90, 10
-GRAIN = 16.0  # levels of 256; it makes files of about 110 kB
+CROP, QUALITY, CLASSES = 224, 90, 10
 #: RandAugment as RSB A2 and DeiT use it.
 AUGMENTATIONS = {"crop and flip": "", "with RandAugment": "rand-m7-mstd0.5-inc1"}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -44,27 +60,30 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # --------------------------------------------------------------------------------------------------- files
 
 
-def make_files(folder: Path, count: int, source: Path | None) -> None:
+def make_files(folder: Path, count: int, source: Path | None, size: tuple[int, int], grain: float) -> None:
     """`count` JPEG files in class folders below folder/train, unless they are there."""
-    from PIL import Image
-
     if len(list(folder.glob("train/*/*.jpg"))) == count:
         return
-    rng = np.random.default_rng(0)
-    photos = _photos(source)
-    with bar("Making files", count) as advance:
-        for number in range(count):
-            photo = photos[number % len(photos)]
-            scale = rng.uniform(0.3, 0.9)
-            width, height = (max(8, round(scale * side)) for side in photo.size)
-            left, top = rng.integers(0, photo.width - width + 1), rng.integers(0, photo.height - height + 1)
-            cutout = photo.crop((left, top, left + width, top + height)).resize(SIZE, Image.Resampling.BICUBIC)
-            grain = rng.normal(0, GRAIN, (SIZE[1], SIZE[0], 1))
-            pixels = (np.asarray(cutout) + grain).clip(0, 255).astype(np.uint8)
-            path = folder / "train" / f"class{number % CLASSES}" / f"{number:05}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels).save(path, quality=QUALITY)
+    for number in range(CLASSES):
+        (folder / "train" / f"class{number}").mkdir(parents=True, exist_ok=True)
+    make = partial(_make_file, folder, _photos(source), size, grain)
+    with ProcessPoolExecutor(processors()) as pool, bar("Making files", count) as advance:
+        for _ in pool.map(make, range(count), chunksize=max(1, count // 500)):
             advance()
+
+
+def _make_file(folder: Path, photos: list[Any], size: tuple[int, int], grain: float, number: int) -> None:
+    from PIL import Image
+
+    rng = np.random.default_rng(number)
+    photo = photos[number % len(photos)]
+    scale = rng.uniform(0.3, 0.9)
+    width, height = (max(8, round(scale * side)) for side in photo.size)
+    left, top = rng.integers(0, photo.width - width + 1), rng.integers(0, photo.height - height + 1)
+    cutout = photo.crop((left, top, left + width, top + height)).resize(size, Image.Resampling.BICUBIC)
+    noise = rng.normal(0, grain, (size[1], size[0], 1))
+    pixels = (np.asarray(cutout) + noise).clip(0, 255).astype(np.uint8)
+    Image.fromarray(pixels).save(folder / "train" / f"class{number % CLASSES}" / f"{number:05}.jpg", quality=QUALITY)
 
 
 def _photos(source: Path | None) -> list[Any]:
@@ -85,16 +104,27 @@ def _photos(source: Path | None) -> list[Any]:
 Epoch = Callable[[int], Iterator[tuple[Tensor, Tensor]]]
 
 
-def from_grassy(folder: Path, policy: str, batch: int, workers: int, device: torch.device) -> Epoch:
-    recipe = Recipe(img_size=CROP, aa=policy, interpolation="bicubic", color_jitter=0.0, batch_size=batch)
+def recipe_with(policy: str) -> Recipe:
+    return Recipe(img_size=CROP, aa=policy, interpolation="bicubic", color_jitter=0.0, mean=MEAN, std=STD)
+
+
+def from_grassy(
+    folder: Path, policy: str, batch: int, workers: int, device: torch.device, floats: bool = False
+) -> Epoch:
+    transform = train_transform(recipe_with(policy))
     images = open_images("", folder, "train")
     batches = EpochBatches(len(images), batch, 1, Share(), seed=0)
-    loader = WorkerLoader(images, train_transform(recipe), batches, workers, device)
-    mean, std = (255 * torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (MEAN, STD))
+    prepare = Preparation(MEAN, STD, device, channels_last=True)
+    if floats:
+        mean, std = (255 * torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+        assert isinstance(transform, CropTransform)
+        rest = transform.rest
+        transform.rest = lambda image: (rest(image) - mean) / std
+    loader = WorkerLoader(images, transform, batches, workers, device)
 
     def epoch(number: int) -> Iterator[tuple[Tensor, Tensor]]:
         for (part,) in loader.epoch(number):
-            yield (part.images - mean) / std if device.type == "cuda" else part.images, part.labels
+            yield (part.images, part.labels) if floats or device.type == "cpu" else prepare(part.images, part.labels)
 
     return epoch
 
@@ -148,7 +178,12 @@ def from_torchvision(folder: Path, policy: str, batch: int, workers: int, device
     return epoch
 
 
-CONTESTANTS = {"grassy": from_grassy, "timm": from_timm, "torchvision": from_torchvision}
+CONTESTANTS = {
+    "grassy": from_grassy,
+    "timm": from_timm,
+    "torchvision": from_torchvision,
+    "grassy, floats": partial(from_grassy, floats=True),
+}
 
 
 # --------------------------------------------------------------------------------------------------- measuring
@@ -198,10 +233,34 @@ def _now(device: torch.device, clock: Callable[[], float]) -> float:
     return clock()
 
 
+def compare(
+    epochs: dict[str, Epoch],
+    turns: int,
+    batches: int,
+    use: Callable[[Tensor, Tensor], None] | None,
+    clock: Callable[[], float],
+) -> dict[str, Any]:
+    """Images per second of all contestants, in turns."""
+    rates: dict[str, list[float]] = {name: [] for name in epochs}
+    for turn in range(turns + 1):  # the first, in which workers start and kernels compile, does not count
+        for name, epoch in epochs.items():
+            found = rate(epoch(turn), batches, use, clock)
+            rates[name] += [found] if turn else []
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    for name, median in medians.items():
+        spread = f"{min(rates[name]):.0f} to {max(rates[name]):.0f}"
+        print(f"  {name:15} {median:8.1f} images/s ({spread}), {median / medians['timm']:.2f} x timm", flush=True)
+    return {"images_per_second": rates, "medians": medians}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", type=Path, default=Path("runs/bench/jpeg"), help="where the files are, or are made")
+    parser.add_argument("--files", type=Path, help="where the files are, or are made; default: below runs/bench")
     parser.add_argument("--count", type=int, default=10_000, help="number of files")
+    parser.add_argument(
+        "--size", type=int, nargs=2, default=(500, 375), metavar=("WIDTH", "HEIGHT"), help="of the files"
+    )
+    parser.add_argument("--grain", type=float, default=16.0, help="in levels of 256, which makes files larger")
     parser.add_argument("--source", type=Path, help="folder of photos to make the files of")
     parser.add_argument("--train", metavar="MODEL", help="train this timm model on the batches")
     parser.add_argument("--batch-size", type=int, default=256)
@@ -211,37 +270,51 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    device = torch.device(args.device)
+    device, size = torch.device(args.device), tuple(args.size)
     if args.count < args.batch_size * (args.batches + 1):
         parser.error(f"{args.batches + 1} batches of {args.batch_size} need more than {args.count} files")
-    make_files(args.files, args.count, args.source)
-    sizes = [path.stat().st_size for path in args.files.glob("train/*/*.jpg")]
-    result: dict[str, Any] = {**machine(device.type), "workers": args.workers, "batch_size": args.batch_size}
-    result |= {"files": len(sizes), "mean_bytes": round(statistics.mean(sizes)), "model": args.train, "rows": {}}
-    use = training(args.train, device) if args.train else None
+    folder = args.files or Path(f"runs/bench/jpeg_{size[0]}x{size[1]}")
+    make_files(folder, args.count, args.source, size, args.grain)
+    files = sorted(folder.glob("train/*/*.jpg"))
     clock = time.perf_counter if args.workers else time.process_time
     if not args.workers:
         torch.set_num_threads(1)
-    result["clock"] = clock.__name__
+    result: dict[str, Any] = {
+        **machine(device.type),
+        "simplejpeg": importlib.util.find_spec("simplejpeg") is not None,
+        "processors": processors(),
+        "workers": args.workers,
+        "clock": clock.__name__,
+        "batch_size": args.batch_size,
+        "files": len(files),
+        "size": size,
+        "mean_bytes": round(statistics.mean(path.stat().st_size for path in files)),
+        "model": args.train,
+        "loaders": {},
+        "training": {},
+        "stages_us": {},
+    }
+    use = training(args.train, device) if args.train else None
     for title, policy in AUGMENTATIONS.items():
-        epochs = {
-            name: make(args.files, policy, args.batch_size, args.workers, device) for name, make in CONTESTANTS.items()
-        }
+        make = {name: partial(contestant, folder, policy, args.batch_size) for name, contestant in CONTESTANTS.items()}
+        epochs = {name: each(args.workers, device) for name, each in make.items()}
+        print(f"{title}: the loaders alone")
+        result["loaders"][title] = compare(epochs, args.turns, args.batches, None, clock)
         if use is not None:
             kept = next(iter(epochs["grassy"](0)))
             epochs["resident"] = lambda _, kept=kept: iter([kept] * (args.batches + 1))
-        rates: dict[str, list[float]] = {name: [] for name in epochs}
-        for turn in range(args.turns + 1):  # the first, in which workers start and kernels compile, does not count
-            for name, epoch in epochs.items():
-                found = rate(epoch(turn), args.batches, use, clock)
-                rates[name] += [found] if turn else []
-        medians = {name: statistics.median(values) for name, values in rates.items()}
-        result["rows"][title] = {"images_per_second": rates, "medians": medians}
-        for name, median in medians.items():
-            spread = f"{min(rates[name]):.0f} to {max(rates[name]):.0f}"
-            print(f"{title:17} {name:12} {median:8.0f} images/s ({spread}), {median / medians['timm']:.2f} x timm")
-    kind = "_train" if args.train else ""
-    save(result, args.output or Path(f"runs/bench/input{kind}_{device.type}.json"))
+            print(f"{title}: training {args.train}")
+            result["training"][title] = compare(epochs, args.turns, args.batches, use, clock)
+        del epochs  # and their workers
+        found = input_stages.stages(files[: args.batch_size], recipe_with(policy), args.turns)
+        result["stages_us"][title] = found
+        for way, parts in found.items():
+            times = ", ".join(f"{part} {microseconds:.0f}" for part, microseconds in parts.items())
+            print(f"  {way:15} {times} µs of an image")
+    result["device"] = input_stages.on_device(files[: args.batch_size], recipe_with(""), device, args.turns)
+    for name, found in result["device"].items():
+        print(f"{device.type}: {name}: {found if isinstance(found, str) else f'{found:,.0f} images/s'}")
+    save(result, args.output or Path(f"runs/bench/input_{device.type}.json"))
 
 
 if __name__ == "__main__":
