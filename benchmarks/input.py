@@ -64,7 +64,7 @@ def make_files(folder: Path, count: int, source: Path | None, size: tuple[int, i
     """`count` JPEG files in class folders below folder/train, unless they are there."""
     if len(list(folder.glob("train/*/*.jpg"))) == count:
         return
-    for number in range(CLASSES):
+    for number in range(min(CLASSES, count)):
         (folder / "train" / f"class{number}").mkdir(parents=True, exist_ok=True)
     make = partial(_make_file, folder, _photos(source), size, grain)
     with ProcessPoolExecutor(processors()) as pool, bar("Making files", count) as advance:

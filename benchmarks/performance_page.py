@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.markdown import Result, fill, number, table
+from benchmarks.performance_input import command as command_of_input
+from benchmarks.performance_input import input_from_files
 from benchmarks.performance_step import drift, step, svd_qr, svd_qr_on_cpu
 from grassy import paper
 from grassy.report import pictures
@@ -55,6 +57,7 @@ def tables(results: Path, images: Path) -> dict[str, str]:
             result = json.loads(path.read_text(encoding="utf-8"))
             command = f"python -m benchmarks.{name}" + (" --large" if name == "memory" else "")
             command += " --device cpu" if place == "cpu" else ""
+            command = command_of_input(result) if write is input_from_files else command
             found[stem] = f"{write(result, images)}\n\n{measured(result, command)}"
     return found
 
@@ -161,6 +164,9 @@ TABLES: dict[str, Callable[[Result, Path], str]] = {
     "head_gpu": head,
     "memory_gpu": memory,
     "iteration_gpu": iteration,
+    "input_cpu": input_from_files,
+    "input_large_cpu": input_from_files,
+    "input_gpu": input_from_files,
     "gpu_tests_gpu": gpu_tests,
 }
 

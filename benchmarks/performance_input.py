@@ -1,0 +1,70 @@
+"""The table and the picture of docs/performance.md about input from JPEG files."""
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from benchmarks.markdown import Result, table
+from grassy.report.pictures import BLUE, GREEN, GREY, ORANGE, tidy
+
+#: By their names in the results; the last two are measured on a GPU alone.
+PARTS = {"disk": GREY, "decode": BLUE, "augment": ORANGE, "collate": GREEN, "copy": "0.4", "compute": "0.85"}
+IMAGENET_SIZE = [500, 375]
+
+
+def command(result: Result) -> str:
+    """What was run."""
+    words = ["python -m benchmarks.input"]
+    words += [f"--train {result['model']}"] if result["model"] else []
+    words += ["--workers 0"] if not result["workers"] else []
+    words += ["--size {} {}".format(*result["size"])] if result["size"] != IMAGENET_SIZE else []
+    return " ".join(words)
+
+
+def input_from_files(result: Result, images: Path) -> str:
+    """Images per second of the loaders, alone and in training, and a picture of the parts."""
+    size = "" if result["size"] == IMAGENET_SIZE else "_large"
+    picture(result).savefig(images / f"input{size}_{'gpu' if result['gpu'] else 'cpu'}.png", dpi=110)
+    rows = {**result["loaders"], **{f"{title}, training": found for title, found in result["training"].items()}}
+    names = ["grassy", "grassy, floats", "timm", "torchvision", *(["resident"] if result["training"] else [])]
+    return table(
+        ["images per second", *names, "grassy / timm"],
+        (
+            [
+                title,
+                *(f"{found['medians'][name]:,.0f}" if name in found["medians"] else "–" for name in names),
+                f"{found['medians']['grassy'] / found['medians']['timm']:.2f}",
+            ]
+            for title, found in rows.items()
+        ),
+    )
+
+
+def picture(result: Result) -> Figure:
+    """The time of each part per image, before and now, over the workers that share it."""
+    bars = {f"{title}\n{way}": _parts(result, title, way) for title in result["stages_us"] for way in ("before", "now")}
+    figure = Figure(figsize=(7.2, 0.9 + 0.55 * len(bars)), layout="constrained")
+    axes = figure.subplots()
+    for row, parts in enumerate(bars.values()):
+        start = 0.0
+        for part, milliseconds in parts.items():
+            axes.barh(row, milliseconds, 0.7, start, color=PARTS[part], label=part if row == 0 else None)
+            start += milliseconds
+        axes.text(start, row, f" {start:.2f}", va="center", fontsize=9)
+    axes.set_yticks(range(len(bars)), list(bars), fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.12 * max(sum(parts.values()) for parts in bars.values()))
+    share = f", shared by {result['workers']} workers" if result["workers"] > 1 else ", one process"
+    axes.set_xlabel(f"milliseconds per image{share}")
+    figure.legend(frameon=False, fontsize=9, ncols=len(PARTS), loc="outside upper center")
+    tidy(axes)
+    return figure
+
+
+def _parts(result: Result, title: str, way: str) -> dict[str, float]:
+    parts = {part: us / 1000 / max(1, result["workers"]) for part, us in result["stages_us"][title][way].items()}
+    if result["gpu"]:
+        parts["copy"] = 1000 / result["device"]["copy of uint8 to the device"]
+    if result["training"]:
+        parts["compute"] = 1000 / result["training"][title]["medians"]["resident"]
+    return parts
