@@ -62,7 +62,7 @@ def test_what_is_no_mixture_is_refused():
         grassy.MixedLabels(torch.rand(2, 2), torch.rand(2, 2))
     with pytest.raises(ValueError, match=r"must have the same shape \(..., M\), got \(2, 2\) and \(2, 3\)"):
         grassy.MixedLabels(torch.zeros(2, 2, dtype=torch.int64), torch.rand(2, 3))
-    with pytest.raises(TypeError, match="a tensor for a model without a head of grassy's, got MixedLabels"):
+    with pytest.raises(TypeError, match="a tensor for a model without a grassy head, got MixedLabels"):
         grassy.classification_loss(nn.Linear(3, 4), torch.randn(3, 3), MIXED)
     with pytest.raises(ValueError, match="needs class indices for its margin"):
         grassy.classification_loss(grassy.create_head("arcface", 3, 4), torch.randn(3, 3), MIXED)

@@ -67,7 +67,7 @@ def classification_loss(
     heads = [module for module in model.modules() if isinstance(module, Head)]
     if isinstance(target, MixedLabels) and not _takes(heads, target, criterion):
         if not heads:
-            raise TypeError("target must be a tensor for a model without a head of grassy's, got MixedLabels")
+            raise TypeError("target must be a tensor for a model without a grassy head, got MixedLabels")
         target = target.dense(heads[0].num_classes)
     if not isinstance(target, Tensor | MixedLabels):
         raise TypeError(f"target must be a tensor of class indices or probabilities, got {type(target).__name__}")

@@ -1,4 +1,4 @@
-"""Targets that are mixtures of a few labels, as mixup and CutMix make them, without a probability for every class."""
+"""Targets that mix a few labels per row, as in mixup and CutMix, without a probability for every class."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,24 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class MixedLabels:
-    """Of each row, M labels (..., M) and how much of each is in it, weights (..., M).
+    """A target that mixes M labels per row, with the probabilities t = Σ_m w_m e(y_m).
 
-    The target is t = Σ_m w_m e(y_m). Labels of a row may be the same, and its weights need not sum to one.
-    Labels to ignore, -100 by default, drop out with their weight, and so do rows that have no other labels.
+    Labels of a row may be equal, and its weights need not sum to 1. Labels equal to `ignore_index`, -100 by default, do
+    not count. Rows without other labels do not count either.
+
+    Args:
+        labels: Class indices y, (..., M).
+        weights: Weights w, (..., M), floating point.
+
+    Raises:
+        TypeError: If the labels are not integers, or the weights not floating point.
+        ValueError: If the shapes differ.
+
+    Examples:
+        >>> import torch, grassy
+        >>> target = grassy.MixedLabels(torch.tensor([[0, 2]]), torch.tensor([[0.7, 0.3]]))
+        >>> target.dense(3)
+        tensor([[0.7000, 0.0000, 0.3000]])
     """
 
     labels: Tensor
@@ -35,16 +49,16 @@ class MixedLabels:
         return self.labels.shape[:-1]
 
     def counted(self, ignore_index: int = -100) -> Tensor:
-        """Whether a row (...) has a label that is not to be ignored."""
+        """Return whether each row (...) has a label other than `ignore_index`."""
         return (self.labels != ignore_index).any(-1)
 
     def dense(self, num_classes: int, ignore_index: int = -100) -> Tensor:
-        """The probabilities (..., C)."""
+        """Return the probabilities (..., C)."""
         ignored = self.labels == ignore_index
         result = self.weights.new_zeros(*self.shape, num_classes)
         return result.scatter_add(-1, self.labels.long().masked_fill(ignored, 0), self.weights.masked_fill(ignored, 0))
 
 
 def is_soft(target: Tensor | MixedLabels) -> bool:
-    """Whether a target is more than one label for each row."""
+    """Whether a target holds probabilities or mixed labels, not one label per row."""
     return isinstance(target, MixedLabels) or target.is_floating_point()

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from grassy.distributed.rendezvous import Meeting, meet
 
-#: Seconds that a process waits for the others before it gives up.
+#: Seconds that a process waits for the others.
 TIMEOUT = 600.0
-#: What processes tell each other of, to stop together; anything else is a bug, and ends one of them.
+#: Errors that processes share, to stop together. Any other error is a bug and ends one process.
 FORESEEN = (OSError, ValueError, TypeError)
 _meetings: list[Meeting] = []
 
@@ -66,7 +66,7 @@ def joined(device: str = "auto", timeout: float = TIMEOUT) -> Iterator[Process]:
 
 def _start(backend: str, timeout: float) -> None:
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout)}
-    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:  # else torch names the one that is missing
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:  # otherwise torch names the missing variable
         _meetings.append(meeting := meet(timeout))
         options |= {"store": meeting.store, "rank": meeting.rank, "world_size": meeting.world_size}
     dist.init_process_group(backend, **options)
@@ -89,9 +89,10 @@ def gathered(item: list[Any]) -> list[Any]:
 
 
 def everywhere(work: Callable[[], T]) -> T:
-    """What `work` returns here. All ranks call it, and it must not wait for others; what one of them raises, all raise.
+    """Return the result of `work`, or raise its error on all ranks if one rank fails.
 
-    Unless all say the same, the sentence begins with the rank: the others have nothing to complain of.
+    All ranks must call it, and `work` must not wait for other ranks. The message begins with the rank that failed,
+    unless all fail alike.
     """
     result, problem = _tried(work)
     problems = gathered([problem])

@@ -1,12 +1,11 @@
-"""How the processes that torchrun started find each other, also after a restart, and who is missing later.
+"""How the processes that torchrun started find each other, also after a restart, and which of them are missing later.
 
 torchrun's agent hosts one store for all its restarts. A process may find entries of dead processes there. With the
 address of a dead one, torch fails or waits forever (torch 2.13; pytorch issue 135712). torchrun does not count restarts
-alike on all machines either. So the processes first agree on a name, under
-which nobody has written before.
+alike on all machines either. So the processes first agree on a name under which nobody has written before.
 
-With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which a run needs that other machines may join, rank 0 hosts the store, and
-each start has its own. It is met in just the same way: so those that do not come, or die later, are named here too.
+A run that other machines may join needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Then rank 0 hosts a new store at each
+start. The processes meet there in the same way, so that an error can name those that are missing.
 """
 
 import hashlib
@@ -33,7 +32,7 @@ class Meeting:
     rank: int
     world_size: int
     timeout: float
-    hosted_by_agent: bool = True  # else by rank 0
+    hosted_by_agent: bool = True  # otherwise by rank 0
 
     @property
     def roll_call(self) -> float:
@@ -50,8 +49,8 @@ class Meeting:
                 time.sleep(PAUSE)
                 others = [rank for rank in others if not self.store.check([f"trouble/{rank}"])]
             if self.rank == 0 and not self.hosted_by_agent:
-                time.sleep(10 * PAUSE)  # the store ends with this process, and others may still ask
-        except DistError:  # whoever hosts the store is not there either
+                time.sleep(10 * PAUSE)  # the store ends with this process, and others may still read it
+        except DistError:  # the host of the store is gone too
             return [] if self.hosted_by_agent else [0]
         return others
 

@@ -154,7 +154,7 @@ def open_state(path: Path, alone: bool = False) -> Saved:
         _check_folder(save, content["files"])
         chunks = [chunk for name in sorted(content["files"]) for chunk in _checked_chunks(save / name, content)]
     else:
-        save = on_rank_0(lambda: _find(path))  # one answer, whatever is saved meanwhile
+        save = on_rank_0(lambda: _find(path))  # the same save on all ranks, even if another one is written meanwhile
         content = everywhere(lambda: _read_manifest(save))
         seen = gathered([hashlib.sha256(json.dumps(content).encode()).hexdigest()])
         if other := next((rank for rank, digest in enumerate(seen) if digest != seen[0]), None):

@@ -31,7 +31,7 @@ class LossRequest:
         backwards: Autograd's ids of the backward passes that went through the loss.
     """
 
-    target: Any  # a tensor, or MixedLabels for heads that take them
+    target: Any  # a tensor, or MixedLabels for heads that accept them
     criterion: Criterion
     alone: bool = True
     with_gradient: bool = True

@@ -51,8 +51,8 @@ WHOLE = 2**26
 Logits = Callable[..., Tensor]
 
 NO_PROBABILITIES = (
-    "a head that is divided over processes or sampled takes class indices, or mixtures of a few as grassy.MixedLabels, "
-    "not probabilities of all classes"
+    "a sharded or sampled head takes class indices, or mixtures of a few as grassy.MixedLabels, not probabilities of "
+    "all classes"
 )
 
 
@@ -133,7 +133,7 @@ def slopes(
 
 
 def target_mass(weights: Tensor | None, terms: Smoothing) -> Tensor | None:
-    """T (B,): what the smoothed target of each row sums to; None for one."""
+    """Return T (B,), the sum of the smoothed target of each row, or None if all are 1."""
     return None if weights is None else (1 - terms.eps) * weights.sum(-1) + terms.eps
 
 
@@ -151,7 +151,7 @@ def _is_label(labels: Tensor, logits: Tensor) -> Tensor:
 
 
 def _shares(labels: Tensor, weights: Tensor | None, logits: Tensor) -> Tensor:
-    """The target t_c (B, c) of some classes."""
+    """Return the target t_c (B, c) of some classes."""
     if weights is None:
         return _is_label(labels, logits).to(logits.dtype)
     pairs = zip(labels.unbind(-1), weights.unbind(-1), strict=True)
@@ -329,9 +329,9 @@ def reduced(loss: Tensor, target: Tensor | MixedLabels, reduction: str, ignore_i
 def gathered_target(
     target: Tensor | MixedLabels, dtype: torch.dtype, shard: Shard, ignore_index: int
 ) -> tuple[Tensor, Tensor | None]:
-    """The labels of all processes, and their weights if they are mixed; one collective.
+    """Gather the labels of all processes, and their weights in the dtype of the logits if they are mixed.
 
-    dtype: of the logits. Weights travel beside the labels as the bits of their float64.
+    One collective sends both: the weights as the bits of float64 numbers.
     """
     if not isinstance(target, MixedLabels):
         return collectives.gathered(target.reshape(-1).long(), shard.group), None

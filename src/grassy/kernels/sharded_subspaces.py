@@ -144,10 +144,11 @@ def _chunks(
 
 
 class _Mixtures:
-    """The pieces of `cross_entropy` for mixtures of labels at places (B, M) with weights (B, M).
+    """The functions of `cross_entropy` for mixed labels with indices (B, M) and weights (B, M).
 
-    A kernel takes one label of a row, or probabilities of all classes. It gets neither, and what the labels change is
-    put right afterwards, at M places of each row: the slope T p_c − t'_c of a label must be rounded as one number.
+    A kernel takes one label per row, or probabilities of all classes. Here it gets no label, and the M entries of each
+    row that belong to labels are corrected afterwards. They are recomputed and not added to, because the slope
+    T p_c − t'_c must be rounded once.
     """
 
     def __init__(self, pieces: Any, places: Tensor, weights: Tensor) -> None:
@@ -176,7 +177,7 @@ class _Mixtures:
         return result
 
     def _label(self, y: Tensor, number: int, start: int, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
-        """Of one label of each row its index in the chunk (B,), whether it is there, and its coordinates (B, K)."""
+        """Return for one label per row its index in the chunk (B,), whether it is there, and its coordinates (B, K)."""
         of_class = y.unflatten(-1, (-1, terms.k))
         index = self.places[:, number] - start
         here = (index >= 0) & (index < of_class.shape[1])
@@ -185,7 +186,7 @@ class _Mixtures:
 
 
 def _with_labels(kernels: bool, places: Tensor, weights: Tensor | None) -> tuple[Any, Tensor]:
-    """The pieces for these labels, and the one place of each row that kernels get: -1 for mixtures, none."""
+    """Return the functions for these labels, and the label index per row for the kernels: -1 for mixtures."""
     pieces = pieces_of(kernels)
     if weights is None:
         return pieces, places.contiguous()
