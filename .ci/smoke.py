@@ -66,7 +66,8 @@ def block(section: str) -> str:
 
 
 with tempfile.TemporaryDirectory() as folder:
-    subprocess.run([sys.executable, "-I", "-c", block("Quick start in Python")], cwd=folder, check=True)
+    cpu_only = "import grassy; grassy.torchvision_import.import_torchvision()\n"  # see docs/install.md
+    subprocess.run([sys.executable, "-I", "-c", cpu_only + block("Quick start in Python")], cwd=folder, check=True)
     grassy.torchvision_import.import_torchvision()
     from PIL import Image
 
