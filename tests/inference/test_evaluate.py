@@ -77,7 +77,7 @@ def test_ranks_with_unequal_shares_make_the_same_number_of_passes(tmp_path, shar
 
     def work(rank):
         model, whole = Together(), list(batches())
-        return evaluate(model, [whole[place] for place in shares[rank]], PLAIN, CPU, sharded=True), model.passes
+        return evaluate(model, [whole[place] for place in shares[rank]], PLAIN, CPU, own_batches=True), model.passes
 
     answers = on_ranks(3, tmp_path, work)
     assert {passes for _, passes in answers} == {max(map(len, shares)) - (shares[0] == [0, 1, 2, 3, 4, 5])}

@@ -27,7 +27,7 @@ class Data:
     train: WorkerLoader | ResidentLoader | StreamLoader
     validation: ValidationLoader | ResidentValidation | StreamValidation
     #: Whether each process validates only its part of the images.
-    sharded: bool
+    own_batches: bool
     num_classes: int
     class_names: list[str] | None
     batch_size: int
@@ -84,11 +84,11 @@ def open_data(recipe: Recipe, data_dir: Path | None, process: Process, recorded:
     )
     names = None if images.class_names is None else list(images.class_names)
     validation = _validation_loader(recipe, held_out, num_classes, process)
-    sharded = isinstance(validation, ValidationLoader)
+    own_batches = isinstance(validation, ValidationLoader)
     return Data(
         train,
         validation,
-        sharded,
+        own_batches,
         num_classes,
         names,
         batch_size,

@@ -60,14 +60,15 @@ class SubspaceUse:
             coordinates = (self.head.weight[own].double() @ x.double().unsqueeze(-1)).squeeze(-1)  # (B, K)
             self.moments.index_add_(0, own, coordinates.unsqueeze(-1) * coordinates.unsqueeze(-2))
 
-    def effective_rank(self, sharded: bool = False) -> float | None:
+    def effective_rank(self, own_batches: bool = False) -> float | None:
         """Mean effective rank over the classes with images, as `analysis.class_effective_ranks` defines it.
 
-        sharded: each process has seen its own images; the mean covers all of them. None if there is nothing to measure.
+        own_batches: each process has seen its own images; the mean covers all of them. None if there is nothing to
+        measure.
         """
         if self.moments is None:
             return None
-        moments = distributed.summed(self.moments) if sharded else self.moments
+        moments = distributed.summed(self.moments) if own_batches else self.moments
         if not bool(moments.isfinite().all()):  # the model has diverged, which the loss reports
             return None
         ranks = effective_rank_of_moments(moments.cpu())

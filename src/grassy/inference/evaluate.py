@@ -46,11 +46,11 @@ def evaluate(
     prepare: Preparation,
     device: torch.device,
     amp_dtype: torch.dtype | None = None,
-    sharded: bool = False,
+    own_batches: bool = False,
 ) -> tuple[Metrics, list[Failure]]:
     """Metrics of a model in eval mode, and the images that could not be read, which are not counted.
 
-    sharded: each process has its own batches; the metrics cover all of them.
+    own_batches: each process has its own batches; the metrics cover all of them.
     """
     was_training = [module.training for module in model.modules()]
     model.eval()
@@ -58,7 +58,7 @@ def evaluate(
     failures: list[Failure] = []
     scores: list[float] = []
     with SubspaceUse(model) as use, OutlierScores(model) as outliers:
-        for batch in in_step(batches, sharded, device):
+        for batch in in_step(batches, own_batches, device):
             failures += batch.failures
             if not batch.images.numel():  # no image could be read anywhere, so the image size is unknown
                 continue
@@ -73,10 +73,10 @@ def evaluate(
             sums += torch.stack([count.double().sum() for count in counts])
     for module, training in zip(model.modules(), was_training, strict=True):
         module.training = training
-    if sharded:
+    if own_batches:
         sums, failures = distributed.summed(sums), distributed.gathered(failures)
         scores = distributed.gathered(scores)
-    rank = use.effective_rank(sharded)
+    rank = use.effective_rank(own_batches)
     loss, top1, top5, images_read = sums.tolist()
     if not images_read:
         first = f", {failures[0].name} first: {failures[0].reason}" if failures else ""
@@ -114,13 +114,13 @@ def judged(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Te
     return answers[:, 0], answers[:, 1:].long() == labels[:, None]
 
 
-def in_step(batches: Iterable[Batch], sharded: bool, device: torch.device) -> Iterator[Batch]:
+def in_step(batches: Iterable[Batch], own_batches: bool, device: torch.device) -> Iterator[Batch]:
     """The same batches, padded with blank images so that all processes run equally many forward passes of equal size.
 
     A model with sharded weights needs every process in each forward pass. A process without further images, or without
     readable ones, therefore gets blank images. If no process has an image, the batch is empty.
 
-    sharded: each process has its own batches.
+    own_batches: each process has its own batches.
     """
     own = iter(batches)
     place = distributed.device_to_agree_on(device)
@@ -130,7 +130,7 @@ def in_step(batches: Iterable[Batch], sharded: bool, device: torch.device) -> It
         if batch is not None and batch.blank < len(batch.labels):
             shape = [len(batch.labels), *batch.images.shape[-2:]]
         asked = torch.tensor([batch is not None, *shape], device=place)
-        more, size, height, width = (distributed.largest(asked) if sharded else asked).tolist()
+        more, size, height, width = (distributed.largest(asked) if own_batches else asked).tolist()
         if not more:
             return
         if batch is None or not shape[0]:

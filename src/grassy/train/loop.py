@@ -147,5 +147,5 @@ def validate(run: Run) -> tuple[Metrics, list[Failure]]:
     """
     recipe, data, device, model = run.recipe, run.data, run.process.device, run.trained.evaluated
     prepare = Preparation(recipe.mean, recipe.std, device, recipe.channels_last)
-    metrics, failures = evaluate(model, data.validation, prepare, device, run.step.amp_dtype, data.sharded)
+    metrics, failures = evaluate(model, data.validation, prepare, device, run.step.amp_dtype, data.own_batches)
     return distributed.gathered([metrics])[0], failures
