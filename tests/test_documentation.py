@@ -42,7 +42,7 @@ def test_the_make_targets_that_a_page_names_exist(page):
 @pytest.mark.slow
 def test_what_the_readme_installs_fits_together():
     (block,) = [block for block in blocks(PAGES[0], "bash") if "pip install" in block]
-    install = block.splitlines()[0].split("#")[0]
+    (install,) = [line.split("#")[0] for line in block.splitlines() if line.startswith("pip install")]
     # Everything is installed already: the resolver is asked whether it would all fit.
     dry = f"{sys.executable} -m {install} --dry-run --no-build-isolation --quiet"
     resolved = subprocess.run(dry, shell=True, cwd=ROOT, capture_output=True, text=True)
