@@ -118,7 +118,7 @@ def as_the_study_trains(device: torch.device) -> Iterator[None]:
     def with_classifier_decay(recipe: Recipe, model: torch.nn.Module, *options: Any) -> Any:
         return set_classifier_decay(build_optimizer(recipe, model, *options), model)
 
-    def mixing(recipe: Recipe, num_classes: int) -> DeviceMixing | None:
+    def mixing(recipe: Recipe, num_classes: int, *_: Any) -> DeviceMixing | None:
         return DeviceMixing(recipe, num_classes, device) if recipe.mixes else None
 
     def although_it_mixes(recipe: Recipe, *rest: Any) -> bool:
