@@ -7,7 +7,7 @@ PARALLEL ?= -n 2 --dist worksteal
 .PHONY: bench check chromium clean demo docs lint package test
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/installed-demo  ## what subspaces do to features, on digits: half a minute, and a page to look at
+demo: $(VENV)/installed-demo  ## what subspaces do to features, on digits: about a minute, and a page to look at
 	$(RUN) -m grassy demo
 
 check: lint  ## lint, types and the fast tests: under two minutes

@@ -1,4 +1,4 @@
-"""The docstrings of the core, which the reference shows: they describe every argument, and their examples run."""
+"""The docstrings that the reference shows: they describe every argument, and their examples run."""
 
 import doctest
 import importlib
@@ -9,14 +9,39 @@ import pytest
 
 #: Parts without an `__all__` make their own functions public.
 PARTS = ("analysis", "distributed", "geometry", "heads", "kernels", "loss", "optim", "sklearn", "surgery", "transfer")
+#: What the reference shows of other parts.
+CHOSEN = {
+    "data.images": ("open_images", "ArrayImages", "ReaderImages", "Joined"),
+    "inference.export": ("export",),
+    "inference.features": ("extract",),
+    "inference.load": ("load",),
+    "inference.predict": ("predict", "Prediction"),
+    "inference.save": ("save",),
+    "inference.validate": ("validate",),
+    "mixed_labels": ("MixedLabels",),
+    "report.page": ("report", "write_page"),
+    "report.pictures": (
+        "angle_heatmap",
+        "angle_heatmaps",
+        "against_dimension",
+        "points_of_runs",
+        "points_of_paper",
+        "strategy_bars",
+        "iteration_time",
+        "save_pictures",
+    ),
+    "runs.recipe_files": ("load_recipe",),
+    "torchvision_import": ("import_torchvision",),
+}
 
 
 def public_names():
     found = {}
-    for part in PARTS:
+    for part in (*PARTS, *CHOSEN):
         module = importlib.import_module(f"grassy.{part}")
         own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        for name in getattr(module, "__all__", [name for name in own if not name.startswith("_")]):
+        public = getattr(module, "__all__", [name for name in own if not name.startswith("_")])
+        for name in CHOSEN.get(part, public):
             value = getattr(module, name)
             if inspect.isclass(value) or inspect.isfunction(value):
                 found[f"{value.__module__}.{name}"] = value

@@ -70,11 +70,18 @@ def test_the_data_source_of_the_page_is_opened_like_any_other(tmp_path):
     code = """
 import sys
 from pathlib import Path
+from grassy.data.decode import Box
 from grassy.data.images import open_images
+class LeftHalf:
+    size = 30, 20
+    def box(self, height, width):
+        return Box(0, 0, height, width // 2)
 folder = Path(sys.argv[1])
 train = open_images("csv", folder, "train")
 test = open_images("csv", folder, "validation", train.class_names)
-print(type(test).__name__, test.name(0), test.load(0)[0].shape, test.labels().tolist())
+whole, half = test.load(0)[0].shape, test.load(0, LeftHalf())[0].shape
+print(type(test).__name__, test.name(0), whole, half, test.labels().tolist())
 """
     opened = run("-c", code, str(tmp_path), PYTHONPATH=str(tmp_path / "src"))
-    assert opened.stdout.split(maxsplit=1) == ["ListedImages", f"{tmp_path}/test.png (30, 40, 3) [0]\n"], opened.stderr
+    expected = f"ListedImages {tmp_path}/test.png (30, 40, 3) (30, 20, 3) [0]\n"
+    assert opened.stdout == expected, opened.stderr

@@ -40,8 +40,17 @@ class Images(Protocol):
 def open_images(dataset: str, data_dir: Path | None, split: str, class_names: Sequence[str] | None = None) -> Images:
     """Open a split of a dataset.
 
-    dataset: "" for files in data_dir (class folders, tars, or .npz), "digits", or the name of a timm reader.
-    class_names: of the training set, whose class indices a validation set must share.
+    Args:
+        dataset: "" for files in data_dir (class folders, tars, or .npz), "digits", or the name of a timm reader.
+        data_dir: The folder or file of the images; None for the digits.
+        split: The name of the split. "val", "validation" and "test" are among the synonyms for validation images.
+        class_names: Those of the training set, whose class indices a validation set must share.
+
+    Returns:
+        The images.
+
+    Raises:
+        ValueError: If the dataset is unknown, or if the split cannot be found or read.
     """
     check_dataset(dataset)
     if dataset == "digits":
@@ -64,7 +73,14 @@ def open_images(dataset: str, data_dir: Path | None, split: str, class_names: Se
 
 
 class ArrayImages:
-    """Images (N, H, W, 3) or (N, H, W) of uint8 in memory."""
+    """Images in memory.
+
+    Args:
+        images: The pixels (N, H, W, 3) or (N, H, W), as uint8.
+        labels: N integers.
+        class_names: The names of the classes, if they are known.
+        where: Where the images come from, for messages.
+    """
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, class_names: Sequence[str] | None, where: str) -> None:
         if (
@@ -104,7 +120,10 @@ def arrays_from_file(path: Path, split: str, class_names: Sequence[str] | None =
 
     A file has `x` (or `images`), `y` (or `labels`) and optionally `classes`, the names. It is read without pickle.
 
-    class_names: of the training set, whose class indices the labels get.
+    Args:
+        path: The folder or the file.
+        split: The name of the split.
+        class_names: Those of the training set, whose class indices the labels get.
     """
     file = path if path.suffix == ".npz" else _npz(path, split)
     if file is None:
@@ -166,7 +185,12 @@ def digits(split: str) -> ArrayImages:
 
 
 class ReaderImages:
-    """Images of a class-folder reader, a random-access timm reader, or a torchvision dataset."""
+    """Images of a class-folder reader, a random-access timm reader, or a torchvision dataset.
+
+    Args:
+        dataset: An object with such a `reader`, or the dataset of torchvision.
+        where: Where the images come from, for messages.
+    """
 
     def __init__(self, dataset: Any, where: str) -> None:
         self.dataset, self.where = dataset, where
@@ -226,7 +250,11 @@ def _from_timm(name: str, data_dir: Path, split: str) -> Images:
 
 
 class Joined:
-    """Several sets, concatenated."""
+    """Several sets, concatenated.
+
+    Args:
+        parts: The sets. All number classes alike.
+    """
 
     def __init__(self, parts: list[Images]) -> None:
         self.parts = parts

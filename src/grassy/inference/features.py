@@ -63,7 +63,21 @@ def extract(
 
     Images that could not be read are tried again. If one of them can be read now, all features are recomputed.
 
-    progress: title of the progress bar; "" for no bar.
+    Args:
+        source: The model and how it wants its images.
+        images: The images.
+        cache: The folder of the cache.
+        device: Where the model runs.
+        batch_size: Images per forward pass.
+        workers: Processes that read images.
+        amp_dtype: The type for autocast; None to compute in float32.
+        progress: Title of the progress bar; "" for no bar.
+
+    Returns:
+        The features, memory-mapped.
+
+    Raises:
+        ValueError: If `batch_size` is below 1, if the model has no classifier, or if no image can be read.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")

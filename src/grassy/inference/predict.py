@@ -36,10 +36,14 @@ NAMED = 5  # name at most this many unreadable images on the terminal
 class Prediction:
     """The most probable classes of one image, best first; or, in `error`, why there are none.
 
-    labels: class names, or class indices if the training data had no names.
-    outlier_score: the head's score in [0, 1]; None for a model with several heads, or with a head on a feature map.
-    outlier: whether the score exceeds `outlier_threshold`; None without a score or a threshold.
-    outlier_threshold: the argument of `predict`, or else the model's threshold.
+    Args:
+        path: The image file.
+        labels: Class names, or class indices if the training data had no names.
+        probabilities: Their probabilities, in the same order.
+        outlier_score: The head's score in [0, 1]; None for a model with several heads, or a head on a feature map.
+        outlier: Whether the score exceeds `outlier_threshold`; None without a score or a threshold.
+        error: Why the image could not be read; None if it could.
+        outlier_threshold: The argument of `predict`, or else the model's threshold.
     """
 
     path: Path

@@ -33,9 +33,20 @@ def validate(
 ) -> Metrics | None:
     """Metrics of a file of weights, or of a run's best weights, on one split of a dataset.
 
-    data_dir: None for the folder that the run was trained on.
+    Args:
+        checkpoint: A file of weights, or the folder of a run.
+        data_dir: The images; None for those that the run was trained on.
+        split: The split; None for the validation split of the recipe.
+        dataset: The name of the dataset; None for that of the recipe.
+        batch_size: Images per forward pass; None for that of the recipe.
+        workers: Processes that read images; None for the number of the recipe.
+        device: "auto", "cpu" or "cuda".
 
-    With several processes, only the first returns the metrics; the others return None.
+    Returns:
+        The metrics. With several processes, only the first returns them; the others return None.
+
+    Raises:
+        ValueError: If the weights or the images cannot be read, or if memory runs out.
     """
     file = weights_file(checkpoint)
     description = read_description(file)

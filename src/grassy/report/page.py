@@ -82,7 +82,22 @@ def report(
     device: str = "auto",
     title: str = "",
 ) -> Path:
-    """Write a page about runs. Runs whose weights changed since their analysis are analyzed first."""
+    """Write a page about runs. Runs whose weights changed since their analysis are analyzed first.
+
+    Args:
+        runs: Folders of runs, or files of weights.
+        output: The HTML file to write.
+        data_dir: The images to measure on; None for those that each run was trained on.
+        split: The split of the images; None for the validation split of each run.
+        device: Where models run: "auto", "cpu" or "cuda".
+        title: The title of the page; "" for the names of the runs.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: If there are no runs, if `output` is a folder, or if a run cannot be read.
+    """
     if not runs:
         raise ValueError("a report needs at least one run")
     if output.is_dir():
@@ -199,7 +214,17 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 
 def write_page(runs: Sequence[PageRun], output: Path, title: str = "", opening: str = "") -> Path:
-    """Write one HTML file atomically. opening: a section of trusted HTML that comes first."""
+    """Write one HTML file atomically.
+
+    Args:
+        runs: The data of the runs.
+        output: The file to write.
+        title: The title of the page; "" for the names of the runs.
+        opening: A section of trusted HTML that comes first.
+
+    Returns:
+        The file.
+    """
     text = render_page(runs, title, opening)
     write_atomically(output, lambda file: file.write(text.encode()))
     return output

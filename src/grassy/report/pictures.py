@@ -40,8 +40,16 @@ PAPER_BY_DIMENSION = {1: "resnet50d-grassmann-k1", 4: "resnet50d-grassmann-k4", 
 def angle_heatmap(analysis: Mapping[str, Any], angle: int = 1, order: str | Sequence[int] = "cluster") -> Figure:
     """Heatmap of one principal angle between all classes, or of the angle between class vectors.
 
-    angle: which principal angle, from 1 (smallest) to k.
-    order: "index", "name", "cluster", or a list of all classes.
+    Args:
+        analysis: The result of `analyze` or `describe`.
+        angle: Which principal angle, from 1 (smallest) to k.
+        order: "index", "name", "cluster", or a list of all classes.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: If there is no such angle, or if the order is unknown or incomplete.
     """
     return angle_heatmaps(analysis, [angle], order)
 
@@ -49,7 +57,19 @@ def angle_heatmap(analysis: Mapping[str, Any], angle: int = 1, order: str | Sequ
 def angle_heatmaps(
     analysis: Mapping[str, Any], angles: Sequence[int] | None = None, order: str | Sequence[int] = "cluster"
 ) -> Figure:
-    """Heatmaps of several principal angles side by side, smallest first, each with its own scale (default: all)."""
+    """Heatmaps of several principal angles side by side, each with its own scale.
+
+    Args:
+        analysis: The result of `analyze` or `describe`.
+        angles: Which principal angles, from 1 (smallest) to k; None for all.
+        order: "index", "name", "cluster", or a list of all classes.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: If there is no such angle, or if the order is unknown or incomplete.
+    """
     degrees = unpack_angles(analysis["angles"])
     k = degrees.shape[-1]
     chosen = list(range(1, k + 1)) if angles is None else list(angles)
@@ -148,9 +168,17 @@ def points_of_paper() -> dict[int, dict[str, float]]:
 def points_of_runs(
     analyses: Sequence[Mapping[str, Any]], transfers: Sequence[Path | None] = ()
 ) -> dict[int, dict[str, float]]:
-    """The same points for runs, from their analyses and, in the same order, their transfer.json (mean of the SVMs).
+    """The points of `points_of_paper`, for runs.
 
     Runs with equal k are averaged. Runs with class vectors have no k and are left out.
+
+    Args:
+        analyses: The results of `analyze`, one per run.
+        transfers: The file transfer.json of each run, in the same order; None for a run without one. A point has the
+            mean of the SVMs.
+
+    Returns:
+        The measures by dimension k.
     """
     collected: dict[int, dict[str, list[float]]] = {}
     for analysis, transfer in zip(analyses, [*transfers, *[None] * (len(analyses) - len(transfers))], strict=True):
@@ -178,7 +206,19 @@ def _mean_of_svms(path: Path) -> float | None:
 def against_dimension(
     points: Mapping[int, Mapping[str, float]], baseline: Mapping[str, float] | None = None, title: str = ""
 ) -> Figure:
-    """One panel per measure over logarithmic k; `baseline`, such as a linear head, is a dashed line."""
+    """Draw one panel per measure over logarithmic k.
+
+    Args:
+        points: The measures by dimension k, from `points_of_runs` or `points_of_paper`.
+        baseline: Measures of another classifier, such as a linear head, drawn as a dashed line.
+        title: The title of the figure.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: If no point has a measure to draw.
+    """
     keys = [(key, name) for key, name in MEASURES if any(key in point for point in points.values())]
     if not keys:
         raise ValueError("there is nothing to draw: no point has accuracy, variability, class_separation or transfer")
@@ -216,9 +256,16 @@ STRATEGIES = (
 def strategy_bars(results: Mapping[str, Mapping[str, float]] | None = None) -> Figure:
     """Accuracy by training recipe: class vectors, subspaces, and subspaces with FixRes.
 
-    results: accuracies in percent by recipe, such as {"RSB-A3": {"linear": 79.4, "grassmann": 79.6,
-    "grassmann-fixres": 80.2}}; some may be missing. None for the paper's ResNet50-D with k = 8, with the corrected
-    value where the paper has an error.
+    Args:
+        results: Accuracies in percent by recipe, such as
+            `{"RSB-A3": {"linear": 79.4, "grassmann": 79.6, "grassmann-fixres": 80.2}}`. Some may be missing. None for
+            the paper's ResNet50-D with k = 8, with the corrected value where the paper has an error.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: If there is no result of any of these recipes.
     """
     of_paper = results is None
     results = _strategies_of_paper() if results is None else results
@@ -258,8 +305,15 @@ def _strategies_of_paper() -> dict[str, dict[str, float]]:
 def iteration_time(results: Path | Mapping[str, Mapping[str, float]] | None = None) -> Figure:
     """Iteration time with class vectors (100 %) and with subspaces.
 
-    results: times by model, such as {"ResNet-50": {"linear": 0.21, "grassmann": 0.22}}; or a results file of
-    `benchmarks` with "medians" of a linear and a grassmann head; None for the paper's times.
+    Args:
+        results: Times by model, such as `{"ResNet-50": {"linear": 0.21, "grassmann": 0.22}}`, or a results file of
+            `benchmarks` with "medians" of a linear and a grassmann head. None for the paper's times.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: If a file has no such medians.
     """
     times = _times(results)
     figure = Figure(figsize=(max(4.4, 0.8 + 1.6 * len(times)), 3.2), layout="constrained")
@@ -292,7 +346,16 @@ def _times(results: Path | Mapping[str, Mapping[str, float]] | None) -> dict[str
 
 
 def save_pictures(analyses: Mapping[str, Mapping[str, Any]], folder: Path, suffix: str = ".pdf") -> list[Path]:
-    """Write the heatmaps of each run into a folder and, for runs of several k, the measures against k."""
+    """Write the heatmaps of each run into a folder and, for runs of several k, the measures against k.
+
+    Args:
+        analyses: The results of `analyze`, by the name of the run.
+        folder: Where to write. It is created if it does not exist.
+        suffix: The format of the files: ".pdf", ".svg" or ".png".
+
+    Returns:
+        The files.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     figures = {}
     for number, (run, analysis) in enumerate(analyses.items(), start=1):

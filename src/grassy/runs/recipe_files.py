@@ -31,11 +31,19 @@ def load_recipe(
 ) -> Recipe:
     """Load a recipe by name or from a file, with `key=value` overrides and further fields.
 
-    name: a recipe of the package, the path of a YAML file, or the folder of a run.
-    overrides: settings as `key=value` text, parsed as YAML.
-    fields: settings as Python values.
-    preparation: returns the preprocessing of the weights that the settings name, for recipes that use it.
-    goes_on: the run is resumed, so it downloads no weights.
+    Args:
+        name: A recipe of the package, the path of a YAML file, or the folder of a run.
+        overrides: Settings as `key=value` text, parsed as YAML.
+        fields: Settings as Python values.
+        preparation: Returns the preprocessing of the weights that the settings name, for recipes that use it.
+        goes_on: The run is resumed, so it downloads no weights.
+
+    Returns:
+        The checked recipe.
+
+    Raises:
+        ValueError: If there is no such recipe, or if a setting is unknown or out of range.
+        TypeError: If a setting has the wrong type.
     """
     before = read_settings(name)
     changes: dict[str, Any] = {}
