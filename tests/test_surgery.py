@@ -1,5 +1,9 @@
 """Finding and replacing the classifier of models from timm, torchvision and Hugging Face."""
 
+import copy
+import gc
+import weakref
+
 import pytest
 import timm
 import torch
@@ -209,6 +213,64 @@ def test_the_labels_of_a_hugging_face_model_stay_if_their_number_does():
     model = hugging_face_model("ViTForImageClassification", num_labels=2, id2label={0: "cat", 1: "dog"})
     grassy.replace_head(model, "grassmann", k=2)
     assert model.config.id2label == {0: "cat", 1: "dog"}
+
+
+HF_CONFIGS = {
+    "ViTForImageClassification": {"image_size": 64},
+    "DeiTForImageClassificationWithTeacher": {"image_size": 64},
+    "BertForSequenceClassification": {"vocab_size": 50},
+    "RobertaForSequenceClassification": {"vocab_size": 50},
+}
+
+
+def configs_in(model):
+    return {name: module.config for name, module in model.named_modules() if "config" in vars(module)}
+
+
+@pytest.mark.parametrize("name", HF_CONFIGS)
+def test_a_hugging_face_model_gets_a_config_of_its_own_in_all_its_modules(name):
+    cls = getattr(transformers, name)
+    config = cls.config_class(**HF_SMALL, **HF_CONFIGS[name], num_labels=10)
+    model, other = cls(config), cls(config)
+    before = configs_in(model)
+    assert len(before) > 2
+    grassy.replace_head(model, "grassmann", num_classes=CLASSES, k=2)
+    for each in (model, copy.deepcopy(model)):
+        after = configs_in(each)
+        assert before.keys() == after.keys()
+        for module, own in after.items():
+            assert (own is each.config) == (before[module] is config), module
+    assert other.config is config
+    assert (config.num_labels, hasattr(config, "grassy_head")) == (10, False)
+    model.set_attn_implementation("eager")  # the backbone reads it from its config
+    assert {each._attn_implementation for each in configs_in(model).values()} == {"eager"}
+
+
+def test_parts_of_a_hugging_face_config_stay_shared_too():
+    cls = transformers.SiglipForImageClassification
+    config = transformers.SiglipConfig(
+        vision_config={**HF_SMALL, "image_size": 64}, text_config={**HF_SMALL, "vocab_size": 50}, num_labels=10
+    )
+    model = cls(config)
+    before = configs_in(model)
+    assert any(part is config.vision_config for part in before.values())
+    grassy.replace_head(model, "grassmann", k=2)
+    assert model.config is not config
+    for module, own in configs_in(model).items():
+        assert (own is model.config.vision_config) == (before[module] is config.vision_config), module
+
+
+def test_a_hugging_face_model_is_freed_as_soon_as_nothing_refers_to_it():
+    model = hugging_face_model("ViTForImageClassification", **HF_SMALL)
+    grassy.replace_head(model, "grassmann", k=2)
+    alive = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_adapters_come_after_the_head():

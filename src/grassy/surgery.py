@@ -5,9 +5,9 @@ uses the structure of the module tree. If several layers are possible, an error 
 with the wrong layer replaced would raise no error.
 """
 
+import copy
 import re
-import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -35,7 +35,8 @@ def replace_head(
     """Replace the classifier of a model by a new head, in place.
 
     The new head has the device, dtype and train/eval mode of the old layer. `num_classes`, `num_labels` and
-    `config.num_labels` of the enclosing modules are updated. The config of a Hugging Face model describes the head.
+    `config.num_labels` of the enclosing modules are updated. A Hugging Face model gets its own copy of its
+    config, which describes the head.
 
     A 1x1 convolution is replaced by a `HeadOnMap` around the head. A model with several classifiers by design, such as
     a distilled DeiT or a CrossViT, gets one head for each: `grassy.heads.heads_of(model)` lists them. Auxiliary
@@ -78,6 +79,7 @@ def replace_head(
     heads = [_head_like(layer, name, num_classes, options) for layer in layers.values()]
     for path, head in zip(layers, heads, strict=True):
         _check_that_nothing_follows(model, path, head)
+    _give_own_configs(model, layers)
     for (path, layer), head in zip(layers.items(), heads, strict=True):
         for depth, module in enumerate(_ancestors(model, path)):
             _declare_classes(module, head.num_classes)
@@ -256,36 +258,32 @@ def _declare_classes(module: nn.Module, number: int) -> None:
         own["config"].num_labels = number  # keeps id2label if the number is the same
 
 
+def _give_own_configs(model: nn.Module, paths: Iterable[str]) -> None:
+    """Give each Hugging Face model around a layer its own config: models built from one config share the object.
+
+    The modules of a model share its config or a part of it. Afterwards they share the copy in the same way.
+    """
+    ancestors = [module for path in paths for module in _ancestors(model, path)]
+    owners = [module for module in ancestors if _describes_a_model(vars(module).get("config"))]
+    copies: dict[int, Any] = {}  # by the id of the original: deepcopy's memo, which also keeps the originals alive
+    for owner in owners:
+        copy.deepcopy(vars(owner)["config"], copies)
+    for module in {module for owner in owners for module in owner.modules()}:
+        for name, value in vars(module).items():
+            if id(value) in copies and hasattr(value, "to_json_string"):
+                vars(module)[name] = copies[id(value)]
+
+
+def _describes_a_model(config: object) -> bool:
+    return isinstance(getattr(config, "num_labels", None), int) and hasattr(config, "to_json_string")
+
+
 def _describe_in_config(module: nn.Module, head: Head, classifier: str | None) -> None:
     """Describe the head in the config of a Hugging Face model, so that `save_pretrained` writes it."""
-    config = vars(module).get("config")
-    if isinstance(getattr(config, "num_labels", None), int) and hasattr(config, "to_json_string"):
+    config: Any = vars(module).get("config")
+    if _describes_a_model(config):
         where = {} if classifier is None else {"classifier": classifier.removesuffix(".head")}
-        config.grassy_head = {**describe(head), **where}  # type: ignore[union-attr]
-        if hasattr(module, "save_pretrained"):
-            module.save_pretrained = types.MethodType(_saving_with_description(where), module)  # type: ignore[assignment]
-
-
-def _saving_with_description(where: dict[str, str]) -> Callable[..., Any]:
-    """Return a `save_pretrained` that first describes the head in the config, which other models may share.
-
-    `where` is the entry "classifier" of the description, if the user named the layer.
-    """
-
-    def save_pretrained(self: Any, *args: Any, **options: Any) -> Any:
-        head = next((module for module in self.modules() if isinstance(module, Head)), None)
-        if head is None:
-            vars(self.config).pop("grassy_head", None)
-        elif head.num_classes != self.config.num_labels:
-            raise ValueError(
-                f"{type(self).__name__} has {head.num_classes} classes, but its config has {self.config.num_labels}: "
-                "is the config shared with another model? Build each model from a config of its own"
-            )
-        else:
-            self.config.grassy_head = {**describe(head), **where}
-        return type(self).save_pretrained(self, *args, **options)
-
-    return save_pretrained
+        config.grassy_head = {**describe(head), **where}
 
 
 def _is_linear(module: nn.Module) -> bool:
