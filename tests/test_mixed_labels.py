@@ -6,6 +6,7 @@ from torch import nn
 
 import grassy
 from grassy.data.batch_transforms import build_mixing
+from grassy.train import opening
 from grassy.train.objective import build_criterion
 from grassy.train.training_step import seed_everything
 from training_cases import tiny_recipe
@@ -35,6 +36,22 @@ def test_a_whole_head_takes_them_as_the_probabilities(head, options, criterion):
     losses = [grassy.classification_loss(model, x, target, criterion) for target in (MIXED, MIXED.dense(4))]
     assert torch.equal(*losses)
     assert losses[0] > 0
+
+
+def test_a_whole_head_refuses_rows_to_ignore_and_labels_out_of_range():
+    model = nn.Sequential(nn.Linear(3, 8), grassy.create_head("grassmann", 8, 4, k=2))
+    x, weights = torch.randn(2, 3), torch.full((2, 2), 0.5)
+    with pytest.raises(ValueError, match="all labels are to be ignored \\(-100\\)"):
+        grassy.classification_loss(model, x, grassy.MixedLabels(torch.tensor([[0, 1], [-100, -100]]), weights))
+    with pytest.raises(ValueError, match="labels must lie between 0 and 3, got 9"):
+        grassy.classification_loss(model, x, grassy.MixedLabels(torch.tensor([[0, 1], [2, 9]]), weights))
+
+
+@pytest.mark.parametrize("loss", ["cross-entropy", "bce"])
+def test_a_recipe_smooths_mixed_targets_whatever_the_loss(loss):
+    recipe = tiny_recipe(smoothing=0.1, mixup=0.4, loss=loss, head={"name": "grassmann", "k": 2, "sample": 0.5})
+    found = opening.mixes_in_pairs(recipe, nn.Sequential(grassy.create_head("grassmann", 8, 4, k=2, sample=0.5)))
+    assert found == (loss == "cross-entropy")  # only this criterion can smooth pairs
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def classification_loss(
     if isinstance(target, MixedLabels) and not _takes(heads, target, criterion):
         if not heads:
             raise TypeError("target must be a tensor for a model without a grassy head, got MixedLabels")
-        target = target.dense(heads[0].num_classes)
+        target = _probabilities(target, heads, criterion)
     if not isinstance(target, Tensor | MixedLabels):
         raise TypeError(f"target must be a tensor of class indices or probabilities, got {type(target).__name__}")
     for head in heads:
@@ -113,6 +113,21 @@ def _takes(heads: list[Head], target: MixedLabels, criterion: Criterion) -> bool
     if len(heads) != 1 or not heads[0].takes_mixed_labels:
         return False
     return one_loss(cross_entropy_options(criterion, target))
+
+
+def _probabilities(target: MixedLabels, heads: list[Head], criterion: Criterion) -> Tensor:
+    """Return mixed labels as probabilities (..., C), in which every row counts."""
+    keywords = getattr(criterion, "keywords", {})  # a functools.partial has them
+    ignore_index = getattr(criterion, "ignore_index", keywords.get("ignore_index", -100))
+    for head in heads:
+        head.check_target(target.labels, criterion)
+    on_cpu = target.labels.device.type == "cpu" and not torch.compiler.is_compiling()  # a GPU would have to wait
+    if on_cpu and not bool(target.counted(ignore_index).all()):
+        raise ValueError(
+            f"rows of MixedLabels in which all labels are to be ignored ({ignore_index}) need a sharded or sampled "
+            "head and cross-entropy: leave such rows out"
+        )
+    return target.dense(heads[0].num_classes, ignore_index)
 
 
 def _tensors(outputs: Any, heads: int) -> list[Tensor]:

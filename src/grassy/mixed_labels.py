@@ -11,7 +11,8 @@ class MixedLabels:
     """A target that mixes M labels per row, with the probabilities t = Σ_m w_m e(y_m).
 
     Labels of a row may be equal, and its weights need not sum to 1. Labels equal to `ignore_index`, -100 by default, do
-    not count. Rows without other labels do not count either.
+    not count. Rows without other labels do not count either, but only sharded and sampled heads take such
+    rows: for other heads the target becomes probabilities, in which every row counts.
 
     Args:
         labels: Class indices y, (..., M).

@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -165,12 +166,21 @@ def test_weights_of_another_model_say_which(photos, capsys):
     assert refused(capsys, *words, "--output", "other").endswith("; it is of resnet10t: give model=resnet10t")
 
 
+def test_a_recipe_of_the_user_keeps_its_learning_rate_from_scratch(photos, monkeypatch):
+    recipes = []
+    monkeypatch.setattr(loop, "train", lambda recipe, *_, **__: recipes.append(recipe) or SimpleNamespace(stopped_by=0))
+    Path("own.yaml").write_text("base: finetune\nmodel: resnet10t\nopt: sgd\nlr: 0.01\n")
+    main(["train", "own.yaml", "--data-dir", "all", "--from-scratch"])
+    assert recipes[0].lr == 0.01
+
+
 @pytest.mark.parametrize(
     ("words", "lr"),
     [
         (["--from-scratch"], 1e-3),
         (["--from-scratch", "lr=3e-4"], 3e-4),
         (["--from-scratch", "--lr", "3e-4"], 3e-4),
+        (["--from-scratch", "lr =3e-4"], 3e-4),
         (["--from-scratch", "opt=sgd"], 2e-4),
         (["pretrained=false"], 2e-4),
     ],

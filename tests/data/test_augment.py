@@ -53,6 +53,16 @@ def test_policies_draw_and_change_what_those_of_timm_do(policy, interpolation):
             assert np.array_equal(ours(photo), expected), (policy, seed)
 
 
+def test_the_strongest_posterize_is_black_instead_of_an_error():
+    photo = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    whole = create_transform(16, is_training=True, auto_augment="rand-m9-mstd0.5-inc1")  # the recipe of Swin
+    policy = whole.transforms[2]
+    assert for_pixels(policy)
+    operation = next(each for each in policy.ops if each.name == "PosterizeIncreasing")
+    operation.magnitude, operation.magnitude_std, operation.prob = 10, 0, 1
+    assert not operation(photo).any()
+
+
 def test_other_transforms_are_left_to_pillow():
     assert not for_pixels(auto_augment.augment_and_mix_transform("augmix-m5", {}))
 

@@ -47,6 +47,14 @@ def test_crops_and_flips_are_those_of_timm(photo, interpolation):
         assert difference.mean() < 0.5  # of 255 levels: both round, in another order
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1)])
+def test_an_image_of_one_pixel_can_be_cropped(shape):
+    transform = train_transform(Recipe(img_size=8, crop="resized"))
+    for seed in range(60):
+        with seeded(seed):
+            assert (transform(np.full((*shape, 3), 7, np.uint8)) == 7).all()
+
+
 def test_other_interpolations_are_those_of_pillow(photo):
     for seed in range(3):
         ours, theirs = both(photo, seed, interpolation="lanczos")

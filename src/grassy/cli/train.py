@@ -12,9 +12,8 @@ from grassy.cli.parser import Commands, add_command, add_device, fail
 if TYPE_CHECKING:
     from grassy.train.run import Position
 
-#: The learning rate from random weights, as a multiple of that from pretrained ones. For the recipe `finetune` it gives
-#: 1e-3, as torchvision's recipe of ConvNeXt and torch's default for AdamW have it.
-LR_FROM_SCRATCH = 5
+#: The learning rate of the recipe `finetune` from random weights, that of torchvision's ConvNeXt with AdamW.
+LR_FROM_SCRATCH = 1e-3
 
 
 def add(commands: Commands) -> None:
@@ -52,7 +51,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--from-scratch",
         action="store_true",
-        help="start from random instead of pretrained weights, with five times the recipe's lr unless you give one",
+        help="start from random instead of pretrained weights (finetune then takes lr=1e-3 unless you give one)",
     )
     for flag, kind, what in (
         ("--epochs", int, "number of epochs"),
@@ -94,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"{flag} is given twice, as --{flag.replace('_', '-')} and as {flag}=")
     name = str(resumed) if args.recipe is None else args.recipe
     if args.from_scratch:
-        given |= _settings_from_scratch(name, [*given, *(word.partition("=")[0] for word in args.settings)])
+        given |= _settings_from_scratch(name, [*given, *(word.partition("=")[0].strip() for word in args.settings)])
     recipe = load_recipe(name, args.settings, given, preparation_of_weights, goes_on=args.recipe is None)
     output = args.output or resumed or Path("runs") / run_name(name)
     data_dir = args.data_dir
@@ -123,14 +122,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings_from_scratch(name: str, given: Sequence[str]) -> dict[str, Any]:
-    """Settings for random weights. A learning rate for pretrained ones is too low for them, unless the user gave it."""
-    from grassy.runs.recipe_files import read_settings
-
-    recipe = read_settings(name)
-    lr = recipe.get("lr")
-    if not recipe.get("pretrained") or not isinstance(lr, float) or "lr" in given or "opt" in given:
+    """Settings for random weights. The rate of our recipe `finetune` is too low for them, unless the user gave one."""
+    if name != "finetune" or {"lr", "opt", "initial_checkpoint"} & set(given):
         return {"pretrained": False}
-    return {"pretrained": False, "lr": float(f"{LR_FROM_SCRATCH * lr:.6g}")}
+    return {"pretrained": False, "lr": LR_FROM_SCRATCH}
 
 
 def _after_epoch(state: "Position") -> str:

@@ -95,7 +95,9 @@ class CropTransform:
 
     def box(self, height: int, width: int) -> Box:
         image = torch.empty(1, dtype=torch.uint8).expand(3, height, width)  # of which only the size counts
-        return Box(*self.crop.get_params(image, self.crop.scale, self.crop.ratio))
+        top, left, crop_height, crop_width = self.crop.get_params(image, self.crop.scale, self.crop.ratio)
+        # timm may draw no pixel at all from an image of one or two.
+        return Box(min(top, height - 1), min(left, width - 1), max(1, crop_height), max(1, crop_width))
 
     def __call__(self, pixels: np.ndarray) -> Tensor:
         return self.of_crop(crop_of(pixels, self))

@@ -137,13 +137,21 @@ def without_first_weights(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, model_kwargs=options, pretrained=False, initial_checkpoint="")
 
 
+def mixes_in_pairs(recipe: Recipe, model: torch.nn.Module) -> bool:
+    """Whether mixing makes pairs of labels, where probabilities of all classes would be too many.
+
+    They are left to cross-entropy, since no other criterion smooths them.
+    """
+    takes_pairs = all(head.takes_mixed_labels for head in heads_of(model))
+    return recipe.mixes and recipe.loss == "cross-entropy" and takes_pairs
+
+
 def build_step(recipe: Recipe, trained: Trained, data: Data, process: Process, division: Division) -> TrainingStep:
     """The object that makes one update of the weights."""
     device = process.device
     model: Any = torch.compile(trained.model) if compiles(recipe, device) else trained.model
     model = division.wrapped(model)
-    # Probabilities of all classes would be too many where the logits are.
-    mixes_labels = recipe.mixes and all(head.takes_mixed_labels for head in heads_of(trained.model))
+    mixes_labels = mixes_in_pairs(recipe, trained.model)
     erase, mix = build_erasing(recipe, device), build_mixing(recipe, data.num_classes, mixes_labels)
     return TrainingStep(
         model,
