@@ -60,7 +60,7 @@ def wait_for(condition, *agents):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("kind", ["whole", "fsdp", *(["sharded"] if "GRASSY_KILLS" in os.environ else [])])
+@pytest.mark.parametrize("kind", ["whole", *(["sharded", "fsdp"] if "GRASSY_KILLS" in os.environ else [])])
 def test_a_run_goes_on_without_a_machine_that_is_lost_and_with_one_that_joins(agent, tmp_path, kind):
     division = {"whole": {}, "sharded": {"shard_head": True}, "fsdp": {"shard_head": True, "fsdp": True}}[kind]
     recipe = tiny_recipe(checkpoint_interval=1e-9, epochs=EPOCHS, val_interval=20, **division)

@@ -149,6 +149,8 @@ def weights_file(path: Path) -> Path:
         for folder in (path / BEST_SAVES, path / SAVES, path):
             if (save := newest(folder)) is not None:
                 return save
+        if (path / "args.yaml").is_file():
+            raise ValueError(f"{path} is a run that has not saved its weights yet: wait, or resume it if it has ended")
         other = f"; its {hub.CONFIG} describes no head of grassy's" if (path / hub.CONFIG).is_file() else ""
         raise ValueError(
             f"{path} holds no {BEST} or {LAST}: is it the output folder of grassy train, or of grassy.save?{other}"

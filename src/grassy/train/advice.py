@@ -11,15 +11,20 @@ NEAR_ONE = 1.5
 ENOUGH = 5
 #: Standard deviations above chance up to which an accuracy counts as chance.
 DEVIATIONS = 2.0
+#: After fewer updates, the running statistics of batch normalisation lag behind the weights.
+FEW_UPDATES = 100
 
 
-def what_is_off(metrics: Metrics, num_classes: int, head: GrassmannHead | None) -> list[str]:
-    """One sentence per problem. head: the model's Grassmann head, if it has one."""
+def what_is_off(metrics: Metrics, num_classes: int, head: GrassmannHead | None, updates: int) -> list[str]:
+    """One sentence per problem. head: the model's Grassmann head, if it has one. updates: how many the run has made."""
     found = []
     if is_chance(metrics, num_classes):
+        cure = "check the labels, then try a tenth of lr, or more epochs"
+        if updates < FEW_UPDATES:
+            cure = f"{updates} updates are few: try more --epochs or a smaller --batch-size"
         found.append(
             f"top-1 {metrics.top1:.2f} on {metrics.images} images is not clearly above chance "
-            f"({100 / num_classes:.2f}): check the labels, then try a tenth of lr, or more epochs"
+            f"({100 / num_classes:.2f}): {cure}"
         )
     k = 1 if head is None else head.weight.shape[1]
     rank = metrics.effective_rank

@@ -102,7 +102,8 @@ class Reporter:
         self.progress.end_of_epoch(position.epoch, row["train_loss"], metrics, position.seconds)
         if metrics is not None and position.epoch + 1 == self.run.recipe.epochs:
             heads = [head for head in heads_of(self.run.trained.model) if isinstance(head, GrassmannHead)]
-            for line in what_is_off(metrics, self.run.data.num_classes, heads[0] if heads else None):
+            head = heads[0] if heads else None
+            for line in what_is_off(metrics, self.run.data.num_classes, head, position.done):
                 self.say(line)
 
     def tell_of_unreadable(self) -> None:
