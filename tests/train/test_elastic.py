@@ -1,6 +1,6 @@
 """Runs of several machines, of which some are lost and others join: here, agents of torchrun on one machine.
 
-`GRASSY_KILLS=1 pytest tests/train/test_elastic.py` tries a divided head without FSDP2, too.
+`GRASSY_KILLS=1 pytest tests/train/test_elastic.py` tries sharded heads, alone and beside FSDP2, too.
 """
 
 import os
