@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import grassy
+from grassy.distributed import processes
+from ranks import on_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -70,3 +72,20 @@ def test_replicas_end_identical_and_equal_one_process_with_the_whole_batch(tmp_p
             for name, value in alone.state_dict().items():
                 assert torch.allclose(replicas[0][name], value, atol=1e-3), (head, base, name)
             assert (alone[2].weight - start).abs().max() > 0.01
+
+
+def test_an_error_that_cannot_be_sent_still_stops_all_processes_with_its_sentence(tmp_path):
+    class Local(ValueError):  # pickle does not find it by its name
+        pass
+
+    def work(rank):
+        def read():
+            if rank == 1:
+                raise Local("the file is damaged")
+
+        try:
+            processes.everywhere(read)
+        except ValueError as error:
+            return str(error)
+
+    assert on_ranks(2, tmp_path, work) == ["rank 1 of 2: the file is damaged"] * 2

@@ -123,3 +123,11 @@ def test_groups_and_gradients_that_come_and_go_are_followed():
     other.grad = other.grad.to_sparse()
     with pytest.raises(TypeError, match="sparse"):
         optimizer.step()
+
+
+def test_an_option_that_cannot_be_hashed_is_named():
+    optimizer, weight = begun()
+    weight.grad = torch.ones_like(weight)
+    optimizer.param_groups[0]["retraction"] = ["qf"]
+    with pytest.raises((TypeError, ValueError), match="retraction"):
+        optimizer.step()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -126,7 +127,17 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return work(), None
     except FORESEEN as error:
-        return None, error
+        return None, _portable(error)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or a plain one of its kind if other processes could not receive it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # a class may refuse in any way
+        kind = next(kind for kind in FORESEEN if isinstance(error, kind))
+        return kind(str(error))
+    return error
 
 
 def anywhere(flag: int, device: torch.device) -> int:

@@ -118,8 +118,15 @@ def take_steps(
     take(heads, lr, momentum, asked, counts, skip, impl)
 
 
-#: Options are checked once, not in every step.
-_checked = functools.lru_cache(StepOptions)
+def _checked(**options: Any) -> StepOptions:
+    """Options that are checked once, not in every step."""
+    try:
+        return _cached(**options)
+    except TypeError:  # a value that cannot be hashed: the check names it
+        return StepOptions(**options)
+
+
+_cached = functools.lru_cache(StepOptions)
 
 
 def _check_head(weight: Tensor, grad: Tensor, momentum_buffer: Tensor | None) -> None:
