@@ -21,7 +21,7 @@ import grassy
 HEADS = {
     "subspaces": ("grassmann", {"k": 8, "standardize": True, "normalize": False, "gamma": "auto"}),
     "softmax": ("linear", {}),
-    "standardized softmax": ("linear", {"standardize": True}),
+    "standardised softmax": ("linear", {"standardize": True}),
 }
 
 

@@ -1,7 +1,7 @@
-"""The classes of a head divided over processes, beside DDP, or FSDP2 for the backbone. Losses are those of one process.
+"""The classes of a head sharded over processes, beside DDP, or FSDP2 for the backbone. Losses are those of one process.
 
     torchrun --nproc-per-node 2 examples/sharded_head.py            # gloo on CPUs, NCCL on GPUs
-    torchrun --nproc-per-node 2 examples/sharded_head.py --fsdp     # the backbone divided as well
+    torchrun --nproc-per-node 2 examples/sharded_head.py --fsdp     # the backbone sharded as well
     torchrun --nproc-per-node 1 examples/sharded_head.py            # the same losses in one process
 
 Each process holds some classes whole, so the step of the optimizer needs no communication. The data are made up: a
@@ -20,7 +20,7 @@ import grassy
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--classes", type=int, default=2_000)
 parser.add_argument("--steps", type=int, default=60)
-parser.add_argument("--fsdp", action="store_true", help="divide the backbone, too")
+parser.add_argument("--fsdp", action="store_true", help="shard the backbone, too")
 args = parser.parse_args()
 
 GPU = torch.cuda.is_available()

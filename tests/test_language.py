@@ -7,7 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
+    *sorted(ROOT.glob("*.md")),
+    ROOT / "examples" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "studies").glob("*/README.md")),
 ]

@@ -29,7 +29,7 @@ def test_wandb_reads_the_curves_of_tensorboard(tmp_path):
     environment["PYTHONPATH"] = str(Path(grassy.__file__).parents[1])
     subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True, capture_output=True)
     (record,) = tmp_path.rglob("*.wandb")
-    for name in (b"train_loss", b"eval_top1", b"eval_effective_rank", b"subspaces/turn"):
+    for name in (b"train_loss", b"eval_top1", b"eval_effective_rank", b"subspaces/rotation"):
         assert name in record.read_bytes()
 
 

@@ -48,7 +48,7 @@ def test_tensorboard_shows_losses_angles_and_the_cost_of_the_head(tmp_path):
     scalars = {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert len(scalars["train_loss"]) == len(scalars["eval_top1"]) == 2
     assert all(0 <= error < 1e-6 for error in scalars["subspaces/orthonormality_error"])
-    assert all(0 < turn < 90 for turn in scalars["subspaces/turn"])
+    assert all(0 < angle < 90 for angle in scalars["subspaces/rotation"])
     assert all(norm > 0 for norm in scalars["gradient/subspaces"] + scalars["gradient/others"])
     assert len(scalars["time/head_share"]) == 1
     assert 0 < scalars["time/head_share"][0] < 1

@@ -105,9 +105,7 @@ class Recipe:
     channels_last: bool = True
     torchcompile: str = "auto"  # "auto": compile on GPUs
     sync_bn: bool = False
-    shard_head: str = (
-        "auto"  # divide the classes over the processes: "true", "false"; auto: if the weight is over 256 MB
-    )
+    shard_head: str = "auto"  # shard the classes over the processes: "true", "false"; "auto": if over 256 MB
     fsdp: bool = False  # shard the rest of the model over the processes with FSDP2
     loader: str = "auto"  # "resident": keep all images in device memory, for small datasets
     workers: int = 4

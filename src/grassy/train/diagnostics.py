@@ -20,7 +20,7 @@ from grassy.subspaces import named_subspaces
 
 @torch.no_grad()
 def after_an_update(model: nn.Module, optimizer: JointOptimizer) -> dict[str, float]:
-    """Scalars about the weights and the last update; `turn` is the largest rotation angle of a class, in degrees.
+    """Scalars about the weights and the last update; `rotation` is the largest angle of a class, in degrees.
 
     For sharded weights they cover this process's shard, since only one process asks.
     """
@@ -30,7 +30,7 @@ def after_an_update(model: nn.Module, optimizer: JointOptimizer) -> dict[str, fl
         weights = [w for w in (local(weight.detach()) for weight in subspaces.values()) if len(w)]
         errors = [float(geometry.orthonormality_error(weight)) for weight in weights]
         scalars["subspaces/orthonormality_error"] = max(errors, default=0.0)
-        scalars["subspaces/turn"] = largest_turn(optimizer)
+        scalars["subspaces/rotation"] = largest_turn(optimizer)
         scalars["subspaces/skipped_classes"] = float(optimizer.skipped_classes)
         scalars["subspaces/capped_classes"] = float(optimizer.capped_classes)
         pairs = [(local(w.detach()), local(w.grad)) for w in subspaces.values() if w.grad is not None]
