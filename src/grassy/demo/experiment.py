@@ -50,7 +50,7 @@ MEASURES = (
 SUBSPACES = {"standardize": True, "normalize": False, "gamma": "auto"}
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "softmax": ("linear", {}),
-    "softmax, standardized": ("linear", {"standardize": True}),
+    "softmax, standardised": ("linear", {"standardize": True}),
     "subspaces, k = 2": ("grassmann", {"k": 2, **SUBSPACES}),
     "subspaces, k = 8": ("grassmann", {"k": 8, **SUBSPACES}),
 }
@@ -130,9 +130,11 @@ def run(output: Path, settings: Settings = FULL) -> dict[str, Any]:
     write_atomically(numbers, lambda file: file.write(json.dumps(result, indent=1, allow_nan=False).encode()))
     titles = ["", *HEADS, "pixels", *(f"k = 8 minus {head} (95 % CI)" for head in (SOFTMAX, STANDARDIZED))]
     all_rows = [titles, *rows(result, (SOFTMAX, STANDARDIZED))]
-    write_demo_page(pages, spreads[SOFTMAX], spreads[OURS], all_rows, [*result["sentences"], caption(result)], page)
+    write_demo_page(
+        pages, spreads[SOFTMAX], spreads[OURS], all_rows, [*result["sentences"], caption(result, STANDARDIZED)], page
+    )
     console.print("", table(result), sep="\n")
-    console.print(f"\n{caption(result)}", style="dim")
+    console.print(f"\n{caption(result, '+ std')}", style="dim")
     console.print(f"\nOpen {page} in a browser. The numbers of all seeds are in {numbers}.\n", soft_wrap=True)
     for sentence in result["sentences"]:
         console.print(sentence)
@@ -265,14 +267,17 @@ def sentences(runs: list[dict[str, Any]]) -> list[str]:
     ]
     if mean("pixels", "one_shot") > max(mean(head, "one_shot") for head in HEADS):
         not_seen.append(f"features better than plain pixels on unseen digits ({mean('pixels', 'one_shot'):.1f} %)")
-    not_seen.append(f"features wholly in their subspaces ({mean(OURS, 'inside'):.0f} % of their energy is)")
+    not_seen.append(
+        f"features that lie entirely in their subspaces ({mean(OURS, 'inside'):.0f} % of their energy does)"
+    )
+    pairs = [", or ".join(not_seen[first : first + 2]) for first in range(0, len(not_seen), 2)]
     return [
         f"Spread: two features of a digit are {mean(OURS, 'angle'):.1f}° apart with subspaces (k = 8) and "
         f"{mean(SOFTMAX, 'angle'):.1f}° with softmax {lead('angle', 1)}.",
         f"Kept: one example of each unseen digit gives {mean(OURS, 'one_shot'):.1f} % with subspaces and "
         f"{mean(SOFTMAX, 'one_shot'):.1f} % with softmax {lead('one_shot', 1)}; neighbours predict the slant with R² "
         f"{mean(OURS, 'slant'):.2f} and {mean(SOFTMAX, 'slant'):.2f}.",
-        f"Not seen: {', or '.join(not_seen)}.",
+        f"Not seen: {'. Nor did we see '.join(pairs)}.",
     ]
 
 
@@ -301,14 +306,16 @@ def table(result: dict[str, Any]) -> Table:
     return shown
 
 
-def caption(result: dict[str, Any]) -> str:
+def caption(result: dict[str, Any], standardised: str) -> str:
+    """How to read the table, which calls softmax on standardised features so."""
+    seeds = result["settings"]["seeds"]
     return (
-        f"Means over {result['settings']['seeds']} seeds, and paired differences with 95 % confidence intervals. Other "
-        "digits are held out with each seed. + std is softmax on standardized features, which the subspaces (k=2, k=8) "
-        "also have. The first four rows are of test images of trained digits: the angle between two features of a "
-        "class, and the share of their energy along their best direction and in the subspace of the class. An unseen "
-        "digit takes the class of the nearest of 1 or 5 examples (%). R² is that of a property of a test image, "
-        "predicted from its five nearest training images of the same class."
+        f"Means over {seeds} {'seed' if seeds == 1 else 'seeds'}, and paired differences with 95 % confidence "
+        f"intervals. Other digits are held out with each seed. '{standardised}' is softmax on standardised features, "
+        "which the subspaces (k = 2, k = 8) also have. The first four rows are of test images of trained digits: the "
+        "angle between two features of a class, and the share of their energy along their best direction and in the "
+        "subspace of the class. An unseen digit takes the class of the nearest of 1 or 5 examples (%). "
+        "R² is that of a property of a test image, predicted from its five nearest training images of the same class."
     )
 
 
