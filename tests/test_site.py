@@ -83,6 +83,11 @@ def test_every_page_of_the_docs_is_in_the_navigation(site):
         assert f'href="{address}"' in front, f"{address} is not in the navigation"
 
 
+def test_the_page_of_the_notebook_shows_its_pictures(site):
+    page = (site / "examples" / "explore_model.ipynb.html").read_text()
+    assert page.count('src="data:image/png;base64,') == 4
+
+
 def test_no_page_fetches_anything_from_another_host(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 40

@@ -54,10 +54,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """A <picture> follows the system's theme; the site has a switch, so it gets both pictures, one of them hidden."""
-    picture = re.compile(
-        r'<picture>\s*<source [^>]*srcset="([^"]*)"[^>]*>\s*<img ([^>]*?)src="([^"]*)"([^>]*)>\s*</picture>'
-    )
-    return picture.sub(r'<img \2src="\3#only-light"\4><img \2src="\1#only-dark"\4>', html)
+    return PICTURE.sub(r'<div class="wide"><img \2src="\3#only-light"\4><img \2src="\1#only-dark"\4></div>', html)
 
 
 def _target(page: str, link: str) -> str:
@@ -76,9 +73,17 @@ def _as_page(root: Path, path: str) -> str:
 
 
 def _notebook(text: str) -> str:
-    """The cells of a notebook, without what they print."""
-    cells = ((cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"])
-    return "\n\n".join(f"```python\n{source}\n```" if kind == "code" else source for kind, source in cells)
+    """The cells of a notebook, with what they print and draw."""
+    parts: list[str] = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(f"```python\n{source}\n```" if cell["cell_type"] == "code" else source)
+        for output in cell.get("outputs", ()):
+            if printed := "".join(output.get("text", ())):
+                parts.append(f"```text\n{printed}```")
+            if picture := "".join(output.get("data", {}).get("image/png", ())):
+                parts.append(f'<img alt="What the cell draws" src="data:image/png;base64,{picture.strip()}">')
+    return "\n\n".join(parts)
 
 
 def _between_fences(markdown: str, change) -> str:
