@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from grassy.distributed.rendezvous import Meeting, meet
+from grassy.distributed.rendezvous import UNKNOWN, Meeting, meet
 
 #: Seconds that a process waits for the others.
 TIMEOUT = 600.0
@@ -184,10 +184,7 @@ def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def missing_processes() -> str:
     """Return the beginning of a sentence that names the processes that do not answer, after a failed collective."""
-    if _meetings and (silent := _meetings[-1].silent_ranks()):
-        meeting, ranks = _meetings[-1], ", ".join(map(str, silent))
-        return f"rank {ranks} of {meeting.world_size} did not answer within {meeting.roll_call:g} s"
-    return "another process of this run has ended, or cannot be reached"
+    return _meetings[-1].missing() if _meetings else UNKNOWN
 
 
 def wait_for_all() -> None:

@@ -22,6 +22,8 @@ PAUSE = 0.02
 #: Processes that have given up report so to each other for this fraction of the timeout, at least for some seconds.
 #: They may notice at different times that a process is missing.
 ROLL_CALL, SHORTEST_ROLL_CALL = 0.05, 2.0
+#: What is known if all have answered, or if torchrun's agent is gone.
+UNKNOWN = "another process of this run has ended, or cannot be reached"
 
 
 @dataclass(frozen=True)
@@ -39,20 +41,29 @@ class Meeting:
         """Seconds within which a live process must answer."""
         return max(SHORTEST_ROLL_CALL, ROLL_CALL * self.timeout)
 
-    def silent_ranks(self) -> list[int]:
-        """Return the ranks that do not answer. All processes that lost their peers must call it."""
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        end = time.monotonic() + self.roll_call
+    def missing(self) -> str:
+        """Return the beginning of a sentence that names the ranks that do not answer.
+
+        All processes that lost their peers must call it. A rank that does not answer may be alive and not know yet that
+        others are lost.
+        """
+        silent = [rank for rank in range(self.world_size) if rank != self.rank]
+        end, until = time.monotonic() + self.roll_call, f"within {self.roll_call:g} s"
         try:
             self.store.set(f"trouble/{self.rank}", "")
-            while others and time.monotonic() < end:
+            while silent and time.monotonic() < end:
                 time.sleep(PAUSE)
-                others = [rank for rank in others if not self.store.check([f"trouble/{rank}"])]
+                silent = [rank for rank in silent if not self.store.check([f"trouble/{rank}"])]
             if self.rank == 0 and not self.hosted_by_agent:
                 time.sleep(10 * PAUSE)  # the store ends with this process, and others may still read it
         except DistError:  # the host of the store is gone too
-            return [] if self.hosted_by_agent else [0]
-        return others
+            if self.hosted_by_agent:
+                return UNKNOWN
+            host = "rank 0, which hosts the store,"
+            if 0 in silent:  # it died, or it left after its own roll call: nothing tells these cases apart
+                return f"{host} is gone, perhaps because another of the {self.world_size} ranks ended before it"
+            until = f"before {host} ended"
+        return f"rank {', '.join(map(str, silent))} of {self.world_size} did not answer {until}" if silent else UNKNOWN
 
 
 def hosted_by_agent() -> bool:
