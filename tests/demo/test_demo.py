@@ -156,5 +156,5 @@ def test_the_results_page_shows_the_figures_of_the_file_beside_it():
 def test_one_seed_has_differences_and_no_interval():
     runs = [run for run in runs_with([70.0] * 3, [60.0] * 3) if run["seed"] == 0]
     assert demo.summarize(runs)["angle"][f"{demo.OURS} - {demo.SOFTMAX}"] == {"mean": 10, "low": None, "high": None}
-    assert "(+10.0)" in demo.sentences(runs)[0]
+    assert "(+10.0; +20.0 over standardised softmax)" in demo.sentences(runs)[0]
     assert demo.caption({"settings": {"seeds": 1}}, demo.STANDARDIZED).startswith("Means over 1 seed, ")

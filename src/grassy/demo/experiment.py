@@ -258,7 +258,8 @@ def sentences(runs: list[dict[str, Any]]) -> list[str]:
     def lead(key: str, decimals: int) -> str:
         found = compare(runs, key, SOFTMAX)
         interval = "" if found.low is None else f", 95 % CI {found.low:+.{decimals}f} to {found.high:+.{decimals}f}"
-        return f"({found.mean:+.{decimals}f}{interval})"
+        standardised = compare(runs, key, STANDARDIZED).mean
+        return f"({found.mean:+.{decimals}f}{interval}; {standardised:+.{decimals}f} over standardised softmax)"
 
     not_seen = [
         f"a clear gain in {what} {lead(key, 1)}"
