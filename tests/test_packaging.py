@@ -59,3 +59,9 @@ def test_every_limit_of_the_security_policy_names_a_test_that_exists():
         assert found, row
         tree = ast.parse((ROOT / found[1]).read_text())
         assert found[2] in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, row
+
+
+def test_constraints_leave_to_torch_what_its_cuda_build_requires():
+    pinned = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    assert any(line.startswith("torch==") for line in pinned)
+    assert not [line for line in pinned if line.startswith(("triton", "nvidia-", "cuda-"))]
