@@ -12,10 +12,11 @@ from PIL import Image
 from grassy.data import class_folders as files
 from grassy.data.batch_transforms import Preparation
 from grassy.data.device_loader import ResidentLoader
-from grassy.data.images import open_images
+from grassy.data.images import ArrayImages, open_images
 from grassy.data.loader import (
     EpochBatches,
     Failure,
+    Samples,
     Share,
     epoch_order,
     seed_of,
@@ -79,6 +80,29 @@ def test_seeds_differ_and_seeded_leaves_the_generators_as_they_were():
     assert torch.equal(first[0], second[0])
     assert (first[1] == second[1]).all()
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_images_are_transformed_by_one_thread_in_the_main_process_too():
+    images = ArrayImages(np.zeros((4, 8, 8, 3), np.uint8), np.arange(4), None, "four")
+    seen = []
+
+    def transform(pixels):
+        seen.append(torch.get_num_threads())
+        if len(seen) == 2:
+            raise RuntimeError("a broken transform")
+        return torch.from_numpy(pixels).permute(2, 0, 1)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        samples = Samples(images, transform, training=True)
+        assert samples[0, 0][1] == 0
+        with pytest.raises(RuntimeError, match="a broken transform"):
+            samples[1, 0]
+        assert torch.get_num_threads() == 3
+        assert seen == [1, 1]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_batches_do_not_depend_on_the_number_of_worker_processes(tmp_path):

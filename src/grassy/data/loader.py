@@ -129,7 +129,7 @@ class Samples(torch.utils.data.Dataset[Any]):
         failures = []
         for attempt in range(MAX_TRIES if self.training else 1):
             i = (index + attempt) % len(self.images)
-            with seeded(seed):
+            with seeded(seed), one_thread():
                 try:
                     # The crop is drawn first, since it determines the scale at which a file is decoded.
                     image, label = self.images.load(i) if self.crop is None else self.images.load(i, self.crop)
@@ -155,6 +155,20 @@ def seeded(seed: int) -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002
         torch.set_rng_state(states[2])
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread, as in a worker: several threads on one small image take many times as long."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def collate(samples: Sequence[tuple[Tensor | None, int, int, list[Failure]]]) -> Batch:
