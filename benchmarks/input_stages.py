@@ -18,7 +18,7 @@ from torch import Tensor
 
 from grassy.data.batch_transforms import Preparation
 from grassy.data.decode import read_pixels, to_rgb
-from grassy.data.loader import collate, seeded
+from grassy.data.loader import collate, one_thread, seeded
 from grassy.data.transforms import CropTransform, train_transform
 from grassy.models import import_timm
 from grassy.runs.recipe import Recipe
@@ -67,7 +67,7 @@ def stages(files: Sequence[Path], recipe: Recipe, turns: int) -> dict[str, dict[
     for turn in range(turns + 1):  # the first one, which warms up, does not count
         for way, parts in ways.items():
             batch: Any = list(files)
-            with seeded(turn):  # both draw the same
+            with seeded(turn), one_thread():  # both draw the same
                 for part, function in parts.items():
                     before = time.process_time()
                     batch = function(batch)
