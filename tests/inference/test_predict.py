@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from timm.data import create_transform, resolve_model_data_config
 
+from grassy.cli import main
 from grassy.heads import HEADS, heads_of
 from grassy.inference.load import load
 from grassy.inference.predict import MANY, Prediction, find_images, predict, write_predictions
@@ -156,6 +157,14 @@ def test_an_image_of_sixteen_bits_is_predicted_as_the_same_with_eight(checkpoint
     Image.fromarray(pixels.astype(np.uint16) * 257).save(tmp_path / "16.png")
     sixteen, eight = predict(checkpoint, [tmp_path])
     assert (sixteen.labels, sixteen.probabilities) == (eight.labels, eight.probabilities)
+
+
+def test_the_exit_code_tells_whether_every_image_was_read(checkpoint, images, capsys):
+    assert main(["predict", str(checkpoint), str(images), "--device", "cpu"]) == 0
+    (images / "b/2.png").write_bytes(b"not an image")
+    assert main(["predict", str(checkpoint), str(images), "--device", "cpu"]) == 1
+    assert len(capsys.readouterr().out.splitlines()) >= 6
+    assert main(["predict", str(checkpoint), str(images / "b/2.png"), "--device", "cpu"]) == 2
 
 
 def test_links_are_followed_but_not_in_a_circle(images, tmp_path):

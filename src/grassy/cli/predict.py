@@ -33,15 +33,17 @@ def add(commands: Commands) -> None:
     parser.set_defaults(run=run, extra="train", words="images")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     from grassy.inference.predict import check_output, find_images, predict_files, write_predictions
 
     check_output(args.output)
     run, images = _run_and_images(args)
     files = find_images(images)
     predictions = predict_files(run, files, args.topk, args.batch_size, args.device, args.outlier_threshold)
-    if write_predictions(predictions, args.output, total=len(files)) == len(files):
+    unread = write_predictions(predictions, args.output, total=len(files))
+    if unread == len(files):
         raise ValueError("none of the images could be read")
+    return int(unread > 0)  # a script can tell that some are missing
 
 
 def _run_and_images(args: argparse.Namespace) -> tuple[str, list[str]]:
