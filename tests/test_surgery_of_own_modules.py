@@ -53,6 +53,15 @@ def headless():
     return timm.create_model("test_resnet", num_classes=0)
 
 
+def blocks(width):
+    """A Transformer encoder, whose layers contain linear layers of many widths."""
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(width, 2, 24, batch_first=True), 2)
+
+
+def norm_and_linear(width, classes):
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))
+
+
 OWN = {
     "sequence": (lambda: nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 5), nn.Softmax(-1)), "2"),
     "nested sequence": (lambda: nn.Sequential(nn.Linear(12, 8), nn.Sequential(nn.Linear(8, 5), nn.Dropout())), "1.0"),
@@ -61,6 +70,11 @@ OWN = {
     "wrapped chain": (lambda: Wrapper(network=Chain(), loss=nn.CrossEntropyLoss()), "network.fc3"),
     "wrapped timm model": (lambda: Wrapper(net=timm.create_model("test_resnet", num_classes=5)), "net.fc"),
     "on a backbone": (lambda: Wrapper(net=headless(), out=nn.Linear(64, 5)), "out"),
+    "after an embedding": (lambda: Wrapper(embed=nn.Linear(12, 8), body=blocks(8), out=norm_and_linear(8, 5)), "out.1"),
+    "after another model": (
+        lambda: Wrapper(net=timm.create_model("test_resnet", num_classes=9), head=nn.Linear(9, 5)),
+        "head",
+    ),
     "data parallel": (lambda: nn.DataParallel(Chain()), "module.fc3"),
     "compiled": (lambda: torch.compile(Chain(), backend="eager"), "_orig_mod.fc3"),
     "aside an auxiliary one": (lambda: Wrapper(aux_head=nn.Linear(12, 5), head=nn.Linear(12, 5)), "head"),
@@ -76,6 +90,44 @@ def test_the_classifier_of_anyones_own_module_is_found(name):
     assert paths_of(model) == [path]
     assert model.get_submodule(path) is head
     assert head.num_classes == 5
+
+
+AMBIGUOUS = {
+    "attention weights": (lambda: Wrapper(attention=nn.Linear(8, 1), decoder=norm_and_linear(8, 5)), "attention, deco"),
+    "gate": (lambda: Wrapper(gate=nn.Linear(8, 4), experts=nn.ModuleList([nn.Linear(8, 5)])), "gate, experts.0"),
+    "classifier before the encoder": (
+        lambda: Wrapper(out=nn.Linear(8, 5), encoder=nn.Sequential(nn.Linear(12, 8))),
+        "out, encoder.0",
+    ),
+    "two tasks": (
+        lambda: Wrapper(net=timm.create_model("test_resnet", num_classes=9), domain_classifier=nn.Linear(64, 2)),
+        "net.fc, domain_classifier",
+    ),
+    "two models": (
+        lambda: Wrapper(
+            net=timm.create_model("test_resnet", num_classes=9), head=timm.create_model("test_vit", num_classes=5)
+        ),
+        "net.fc, head.head",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_several_possible_classifiers_are_named_and_none_is_replaced(name):
+    build, candidates = AMBIGUOUS[name]
+    model = build()
+    with pytest.raises(ValueError, match=f"several layers could be the classifier.*: {candidates}"):
+        grassy.replace_head(model, "grassmann", k=2)
+    assert not paths_of(model)
+
+
+def test_names_of_other_classes_do_not_stay():
+    model = timm.create_model("test_resnet", num_classes=5)
+    model.pretrained_cfg["label_names"] = ["a", "b", "c", "d", "e"]
+    grassy.replace_head(model, "grassmann", k=2)
+    assert model.pretrained_cfg["label_names"] == ["a", "b", "c", "d", "e"]
+    grassy.replace_head(model, "grassmann", num_classes=3, k=2)
+    assert model.pretrained_cfg["label_names"] is None
 
 
 def test_a_declared_number_of_classes_breaks_a_tie():

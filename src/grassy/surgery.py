@@ -144,10 +144,24 @@ def _find(module: nn.Module, path: str, convolutions: bool) -> Layers:
     }
     declared = _declared_classes(module)
     if expected & found.keys():
-        return _choose(found, declared)
+        return _choose(_whole_classifiers(children, path) | found, declared)
     # From here on the evidence is weak, since backbones have linear layers too: compare with the declared classes.
-    guess = _choose(found, declared) if found else {} if taken_out else _last_of_sequence(module, path, False)
+    last = {} if taken_out else _last_of_sequence(module, path, False)
+    if last and not last.items() <= _merge(found.values()).items():  # inside another child: `found` may only feed it
+        found[next(iter(last)).removeprefix(_join(path, "")).split(".")[0]] = last
+    guess = _choose(found, declared) if found else {}
     return guess if declared is None or all(_widths(layer)[1] == declared for layer in guess.values()) else {}
+
+
+def _whole_classifiers(children: Layers, path: str) -> dict[str, Layers]:
+    """Return the classifiers of those children that are whole classifiers: they declare classes of their own."""
+    found = {}
+    for name, child in children.items():
+        numbers = {vars(child).get("num_classes"), vars(child).get("num_labels")}
+        layers = _find(child, _join(path, name), convolutions=True) if numbers - {None, 0} else {}
+        if layers and all(_widths(layer)[1] in numbers for layer in layers.values()):
+            found[name] = layers
+    return found
 
 
 def _last_of_sequence(module: nn.Module, path: str, convolutions: bool) -> Layers:
@@ -256,6 +270,9 @@ def _declare_classes(module: nn.Module, number: int) -> None:
             setattr(module, attribute, number)
     if isinstance(getattr(own.get("config"), "num_labels", None), int):
         own["config"].num_labels = number  # keeps id2label if the number is the same
+    config = own.get("pretrained_cfg")
+    if isinstance(config, dict) and len(config.get("label_names") or ()) != number:
+        own["pretrained_cfg"] = {**config, "label_names": None}
 
 
 def _give_own_configs(model: nn.Module, paths: Iterable[str]) -> None:

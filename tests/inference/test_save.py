@@ -177,3 +177,12 @@ def test_bad_arguments_are_refused(tmp_path):
     model.fc[1] = grassy.LinearHead(C, C)
     with pytest.raises(ValueError, match="ResNet has heads with different options"):
         grassy.save(model, tmp_path / "model.safetensors")
+
+
+def test_class_names_of_another_number_of_classes_are_refused_wherever_they_come_from(tmp_path):
+    model = timm.create_model("test_resnet", num_classes=3)
+    grassy.replace_head(model, "grassmann", k=2)
+    model.pretrained_cfg["label_names"] = ["a", "b"]
+    with pytest.raises(ValueError, match="2.*3"):
+        grassy.save(model, tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())

@@ -103,8 +103,8 @@ def save(
     config = getattr(model, "pretrained_cfg", None) or {}
     architecture = _checked_architecture(model, architecture or config.get("architecture"))
     names = config.get("label_names") if class_names is None else class_names
-    if class_names is not None:
-        check_class_names(class_names, head.num_classes)
+    if names is not None:
+        check_class_names(names, head.num_classes)
     prepared = _preparation(model)
     given = {"img_size": img_size, "crop_pct": crop_pct, "interpolation": interpolation, "mean": mean, "std": std}
     description = Description(
