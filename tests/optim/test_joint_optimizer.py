@@ -391,3 +391,59 @@ def test_timms_minimum_and_start_of_the_warm_up_are_one_number_for_both():
     assert rates(optimizer) == {"euclidean": 1e-4, "grassmann": 1e-4}
     scheduler.step(10)
     assert rates(optimizer) == pytest.approx({"euclidean": 1e-5, "grassmann": 1e-5})
+
+
+def test_a_group_that_is_added_later_gets_the_settings_of_make_optimizer():
+    model = nn.Sequential(nn.Linear(4, 8), grassy.GrassmannHead(8, 3, k=2))
+    options = {"lr": 1e-3, "weight_decay": 0.05, "head_lr_factor": 7.0}
+    optimizer = grassy.make_optimizer(model, "adamw", **options)
+    plain, head = nn.Linear(4, 4), grassy.GrassmannHead(8, 3, k=2)
+    optimizer.add_param_group({"params": [plain.weight]})
+    optimizer.add_param_group({"params": [head.weight], "manifold": "grassmann"})
+    for added, own in ((optimizer.param_groups[-2], -4), (optimizer.param_groups[-1], -3)):
+        first = optimizer.param_groups[own]
+        assert {name: added[name] for name in added if name != "params"} == {
+            name: first[name] for name in first if name != "params"
+        }
+
+
+def test_a_refused_group_leaves_the_optimizer_as_it_was():
+    model = nn.Sequential(nn.Linear(4, 8), grassy.GrassmannHead(8, 3, k=2))
+    optimizer = grassy.make_optimizer(model, "adamw", lr=1e-3)
+    parts = (optimizer, optimizer.euclidean, optimizer.riemannian)
+    before = [list(part.param_groups) for part in parts]
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": list(model.parameters())})
+    assert [part.param_groups for part in parts] == before
+
+
+def test_parameters_of_a_kind_that_was_frozen_need_a_new_optimizer():
+    model = nn.Sequential(nn.Linear(4, 8).requires_grad_(False), grassy.GrassmannHead(8, 3, k=2))
+    optimizer = grassy.make_optimizer(model, "adamw", lr=1e-3)
+    with pytest.raises(ValueError, match=r"after unfreezing some, call grassy\.make_optimizer again"):
+        optimizer.add_param_group({"params": list(model[0].requires_grad_().parameters())})
+
+
+def test_layer_decay_is_the_same_for_a_compiled_model():
+    model = timm.create_model("test_vit", num_classes=5)
+    grassy.replace_head(model, "grassmann", k=2)
+    plain = grassy.make_optimizer(model, "adamw", lr=1.0, layer_decay=0.5)
+    compiled = grassy.make_optimizer(torch.compile(model, backend="eager"), "adamw", lr=1.0, layer_decay=0.5)
+    rates = [[(group["lr"], len(group["params"])) for group in each.param_groups] for each in (plain, compiled)]
+    assert rates[0] == rates[1]
+    assert len({rate for rate, _ in rates[0]}) > 3
+
+
+def test_what_schedulers_write_into_the_groups_does_not_make_a_state_foreign():
+    def made():
+        model = nn.Sequential(nn.Linear(4, 8), grassy.GrassmannHead(8, 3, k=2))
+        return grassy.make_optimizer(model, "adamw", lr=1e-3)
+
+    saved, other = made(), made()
+    StepLR(saved, 1)  # writes initial_lr
+    OneCycleLR(other, 0.1, total_steps=5)  # writes max_lr, min_lr and more
+    other.load_state_dict(saved.state_dict())
+    saved.load_state_dict(other.state_dict())
+    sgd = grassy.make_optimizer(nn.Sequential(nn.Linear(4, 8), grassy.GrassmannHead(8, 3, k=2)), "sgd", lr=0.1)
+    with pytest.raises(ValueError, match="the saved optimizer is of another kind"):
+        sgd.load_state_dict(saved.state_dict())

@@ -133,7 +133,7 @@ def make_optimizer(
             bfloat16_momentum=bfloat16_momentum,
         )
         if head_lr_factor is not None:
-            for group in riemannian.param_groups:
+            for group in (*riemannian.param_groups, riemannian.defaults):
                 group[LR_FACTOR] = float(head_lr_factor)
     groups = _euclidean_groups(model, {id(p) for p in subspaces.values()}, lr, weight_decay, decay_all, layer_decay)
     euclidean = None
@@ -141,6 +141,8 @@ def make_optimizer(
         euclidean = optimizer_class(groups, **{**implied, "lr": lr, **base_options})
         if weight_decay and "weight_decay" not in euclidean.defaults:
             raise ValueError(f"{optimizer_class.__name__} has no weight_decay, got {weight_decay!r}")
+        if "weight_decay" in euclidean.defaults:  # for groups that are added later
+            euclidean.defaults["weight_decay"] = weight_decay
     return JointOptimizer(euclidean, riemannian)
 
 
@@ -165,8 +167,6 @@ class JointOptimizer(Optimizer):
         for part, manifold in self._parts():
             for group in part.param_groups:
                 group[MANIFOLD] = manifold
-                if manifold == GRASSMANN:  # else it would get the default of the other optimizer
-                    group["weight_decay"] = 0.0
         # Schedulers that cycle the momentum look for "momentum" or "betas" in the defaults, and then in every group.
         defaults = dict(next(self._parts())[0].defaults)
         super().__init__([group for part, _ in self._parts() for group in part.param_groups], defaults)
@@ -247,10 +247,21 @@ class JointOptimizer(Optimizer):
         manifold = param_group.setdefault(MANIFOLD, EUCLIDEAN)
         part = {manifold: part for part, manifold in self._parts()}.get(manifold)
         if part is None:
-            raise ValueError(f"this optimizer has no part for {MANIFOLD} {manifold!r}")
-        if not any(group is param_group for group in part.param_groups):
+            raise ValueError(
+                f"this optimizer has no part for {MANIFOLD} {manifold!r}, since the model had no such trainable "
+                "parameters: after unfreezing some, call grassy.make_optimizer again"
+            )
+        if manifold == GRASSMANN:  # else it would get the default of the other optimizer
+            param_group["weight_decay"] = 0.0
+        own = any(group is param_group for group in part.param_groups)
+        if not own:
             part.add_param_group(param_group)
-        super().add_param_group(param_group)
+        try:
+            super().add_param_group(param_group)
+        except Exception:
+            if not own:
+                part.param_groups.pop()
+            raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `state_dict` returned.
@@ -269,8 +280,11 @@ class JointOptimizer(Optimizer):
                 "for the same kind of model, with the same weight_decay and layer_decay, which determine the groups?"
             )
         refuse_spectral_steps(state_dict["param_groups"])
+        options = {manifold: part.defaults.keys() - {LR_FACTOR} for part, manifold in self._parts()}
         for group, old in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            lacking, foreign = sorted(group.keys() - old.keys()), sorted(old.keys() - group.keys() - {"direction"})
+            # Schedulers add keys too, so only the optimizer's own options can be lacking.
+            lacking = sorted((options[group[MANIFOLD]] & group.keys()) - old.keys())
+            foreign = sorted(old.keys() - group.keys() - {"direction"})
             if lacking and foreign:  # another torch version may add keys or drop keys, but hardly both
                 raise ValueError(
                     f"the saved optimizer is of another kind: its groups have {', '.join(foreign)}, those of this one "
@@ -366,15 +380,13 @@ def _euclidean_groups(
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of everything except the subspaces, by weight decay and learning rate."""
     undecayed = _undecayed_names(model)
-    scales = dict.fromkeys((name for name, _ in model.named_parameters()), 1.0)
-    if layer_decay is not None:
-        scales |= _layer_scales(model, layer_decay)
+    scales = {} if layer_decay is None else _layer_scales(model, layer_decay)
     groups: dict[tuple[float, float, bool], list[Tensor]] = {}
     for name, p in model.named_parameters():
         if p.requires_grad and id(p) not in subspaces:
             decays = decay_all or (p.ndim > 1 and name.split(".")[-1] != "bias" and name not in undecayed)
             # The _foreach functions of torch cannot mix plain tensors and DTensors in a group.
-            kind = (scales[name], weight_decay if decays else 0.0, is_distributed(p))
+            kind = (scales.get(id(p), 1.0), weight_decay if decays else 0.0, is_distributed(p))
             groups.setdefault(kind, []).append(p)
     return [
         {"params": params, "lr": lr * scale, "weight_decay": decay}
@@ -393,12 +405,14 @@ def _undecayed_names(model: nn.Module) -> set[str]:
     return names
 
 
-def _layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
-    """Return the factor on the learning rate of each parameter: 1 in the last layer group, smaller before."""
+def _layer_scales(model: nn.Module, layer_decay: float) -> dict[int, float]:
+    """Return the factor on the learning rate of each parameter, by id: 1 in the last layer group, smaller before."""
+    model = getattr(model, "_orig_mod", model)  # torch.compile adds a prefix to the names, which timm does not know
     if not hasattr(model, "group_matcher"):
         raise ValueError("layer_decay needs a timm model, whose group_matcher() names its layers")
     from timm.models import group_parameters
 
     depth = group_parameters(model, model.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
     last = max(depth.values())
-    return {name: layer_decay ** (last - layer) for name, layer in depth.items()}
+    parameters = dict(model.named_parameters())
+    return {id(parameters[name]): layer_decay ** (last - layer) for name, layer in depth.items()}
