@@ -164,6 +164,30 @@ def test_a_head_with_a_loss_of_its_own_computes_it_in_its_forward():
     assert net(x).shape == (B, C)
 
 
+@pytest.mark.parametrize("name", ["multi", "softtriple", "arcface", "grassmann"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_without_reduction_there_is_one_loss_per_label(name, batch):
+    model = nn.Sequential(nn.Linear(8, 8), grassy.create_head(name, 8, 5))
+    x, target = torch.randn(batch, 8), torch.randint(5, (batch,))
+    each = grassy.classification_loss(model, x, target, nn.CrossEntropyLoss(reduction="none"))
+    assert each.shape == (batch,)
+    torch.testing.assert_close(each.mean(), grassy.classification_loss(model, x, target))
+
+
+@pytest.mark.parametrize("locations", [True, False])
+def test_without_reduction_a_head_on_a_map_gives_one_loss_per_label_too(locations):
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.Identity() if locations else nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 5, 1)
+    )
+    grassy.replace_head(model, "multi")
+    shape = (2, 4, 6) if locations else (2,)
+    x, target = torch.randn(2, 3, 4, 6), torch.randint(5, shape)
+    model = model if locations else nn.Sequential(model, nn.Flatten())
+    each = grassy.classification_loss(model, x, target, nn.CrossEntropyLoss(reduction="none"))
+    assert each.shape == shape
+    torch.testing.assert_close(each.mean(), grassy.classification_loss(model, x, target))
+
+
 def test_a_margin_head_gets_the_target():
     head, (x, y) = MarginHead(), batch()
     net = model(head)

@@ -96,7 +96,10 @@ def classification_loss(
     results = _tensors(outputs, len(heads))
     if answering := [head for head in heads if head.answers_with_loss(request)]:
         # The model may have flattened the loss as if it were logits.
-        losses = [loss.reshape(()) if loss.numel() == 1 else _refuse(loss, answering) for loss in results]
+        shape = _shape_of_losses(criterion, target)
+        losses = [
+            loss.reshape(shape) if loss.numel() == shape.numel() else _refuse(loss, answering) for loss in results
+        ]
     else:
         apply = with_classes_last if _classes_are_last(model, heads, results) else _as_it_is
         assert isinstance(target, Tensor)
@@ -166,6 +169,15 @@ def _as_it_is(criterion: Criterion, logits: Tensor, target: Tensor) -> Tensor:
 def _refuse(loss: Tensor, heads: list[Head]) -> NoReturn:
     names = ", ".join(sorted({type(head).__name__ for head in heads}))
     raise TypeError(f"{names} computes its loss itself, but the model reshaped it to {tuple(loss.shape)}")
+
+
+def _shape_of_losses(criterion: Criterion, target: Tensor | MixedLabels) -> torch.Size:
+    """Return the shape of what a criterion returns: that of the labels without reduction, else a scalar's."""
+    keywords = getattr(criterion, "keywords", {})  # a functools.partial has them
+    unreduced = getattr(criterion, "reduction", keywords.get("reduction")) == "none"
+    if not unreduced or isinstance(target, MixedLabels):
+        return torch.Size()
+    return target.shape[:-1] if target.is_floating_point() else target.shape
 
 
 def _is_binary_cross_entropy(criterion: Callable[..., Tensor]) -> bool:

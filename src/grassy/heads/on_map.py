@@ -33,7 +33,8 @@ class HeadOnMap(nn.Module):
                 name = type(self.head).__name__
                 raise ValueError(f"{name} computes its loss from one feature per image, but got a map {tuple(size)}")
             loss = self.head(channels_last if each_location else channels_last.flatten(0, -2))
-            return loss.reshape([1] * features.ndim)  # so that a following nn.Flatten works
+            size_of_batch = 1 if loss.ndim == 0 else len(loss)
+            return loss.reshape(size_of_batch, -1, *[1] * (features.ndim - 2))  # so that a following nn.Flatten works
         # Every location has the target of its image.
         target = request.target.repeat_interleave(size.numel(), dim=0)
         logits = self.head.logits(self.head.prepare(channels_last.flatten(0, -2)), target)
