@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from grassy import kernels
 from grassy.heads import GrassmannHead, Head
+from grassy.heads.base import evaluating
 
 WAYS, QUERIES, EPISODES, SEED = 5, 15, 1000, 0
 BINS = 15
@@ -126,7 +127,7 @@ def pruning(head: GrassmannHead, train: Tensor, labels: Tensor, test: Tensor, te
     The features are those before the head. Each class first rotates to the principal axes of its own coordinates, which
     changes no logit.
     """
-    with head.evaluating():
+    with evaluating(head):
         z, test = head.prepare(train).float(), head.prepare(test).float()
     weight = head.weight.float()
     classes, k, _ = weight.shape
@@ -165,7 +166,7 @@ def inside_and_residual(head: Head, features: Tensor) -> tuple[Tensor, Tensor]:
 
     The inside of a class is its subspace, or the direction of its vector.
     """
-    with head.evaluating():
+    with evaluating(head):
         z = head.prepare(features).float()
     predicted = head.scores(features).argmax(-1)
     weight = head.get_parameter("weight").float()

@@ -340,3 +340,13 @@ def test_unknown_names_and_options_list_what_is_known():
         ValueError, match=r"head 'grassmann' has no option 'gama', did you mean 'gamma'\?; its options: k, gamma.*dtype"
     ):
         create_head("grassmann", N, C, gama=3)
+
+
+def test_threads_can_evaluate_one_head_at_the_same_time():
+    head = grassy.create_head("grassmann", 8, 5, k=2, dropout=0.5).eval()
+    object.__setattr__(head, "written", [])
+    head.__class__ = type("Watched", (type(head),), {"__setattr__": lambda self, *pair: self.written.append(pair)})
+    head.scores(torch.randn(3, 8))
+    head.outlier_score(torch.randn(3, 8))
+    head.top(torch.randn(3, 8), 2)
+    assert head.written == []  # a mode that is written and restored would be seen by the other threads

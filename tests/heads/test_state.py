@@ -1,7 +1,9 @@
 """Options that change logits belong to the state of a head: weights do not load into a head with others."""
 
 import copy
+import json
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,6 +94,15 @@ def test_a_gamma_that_was_set_later_is_the_one_that_is_saved():
     grassy.GrassmannHead(N, C, gamma=11.0).load_state_dict(head.state_dict())
     with pytest.raises(ValueError, match="gamma is 11"):
         grassy.GrassmannHead(N, C).load_state_dict(head.state_dict())
+
+
+@pytest.mark.parametrize("scalar", [np.float32(9), np.float64(9), torch.tensor(9.0)])
+def test_a_gamma_of_another_library_is_saved_as_a_number(scalar):
+    head = create_head("grassmann", 8, 5, k=2)
+    head.gamma = scalar
+    again = create_head("grassmann", 8, 5, k=2, gamma=9)
+    again.load_state_dict(head.state_dict())
+    assert json.loads(json.dumps(grassy.heads.describe(head)))["gamma"] == 9
 
 
 def test_a_learned_gamma_is_a_weight_and_does_not_mix_with_a_fixed_one():

@@ -24,6 +24,15 @@ def test_a_model_with_a_new_head_can_still_be_traced(name):
     assert isinstance(traced.fc, Head)
 
 
+@pytest.mark.parametrize("name", ["linear", "grassmann", "arcface"])
+def test_torch_jit_can_trace_a_model_as_tensorboards_graph_does(name):
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+    grassy.replace_head(model, name)
+    traced = torch.jit.trace(model.eval(), torch.randn(2, 6))
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(traced(x), model(x))
+
+
 class Margin(nn.Module):
     def __init__(self):
         super().__init__()

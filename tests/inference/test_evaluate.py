@@ -84,3 +84,11 @@ def test_ranks_with_unequal_shares_make_the_same_number_of_passes(tmp_path, shar
     for (metrics, failures), _ in answers:
         assert metrics.to_dict() == pytest.approx(alone[0].to_dict())
         assert sorted(failures) == sorted(alone[1])
+
+
+def test_an_error_leaves_the_modes_of_the_model_as_they_were():
+    model = nn.Sequential(nn.Linear(2, 4), nn.Dropout().eval(), nn.Linear(4, 3))
+    batch = Batch(torch.randn(2, 5), torch.zeros(2, dtype=torch.long), [])  # too wide for the model
+    with pytest.raises(RuntimeError):
+        evaluate(model, [batch], lambda *pair: pair, torch.device("cpu"))
+    assert [module.training for module in model.modules()] == [True, True, False, True]

@@ -11,6 +11,7 @@ import grassy
 from grassy import analysis, geometry
 from grassy.data.images import open_images
 from grassy.distributed.processes import find_device
+from grassy.heads.base import evaluating
 from grassy.inference.feature_models import open_model
 from grassy.inference.features import extract
 from grassy.inference.load import load
@@ -46,7 +47,7 @@ def test_features_meet_the_subspaces_as_the_head_sees_them():
     for _ in range(50):
         head.prepare(features)
     result = describe(head, None, features, labels)
-    with head.evaluating():
+    with evaluating(head):
         seen = head.prepare(features)
     ranks = analysis.class_effective_ranks(seen, labels, head.weight)
     assert result["scalars"]["mean_effective_rank"] == pytest.approx(float(ranks.mean()))

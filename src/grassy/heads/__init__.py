@@ -98,7 +98,8 @@ def describe(head: Head) -> dict[str, Any]:
     name = next((name for name, kind in HEADS.items() if kind is type(head)), None)
     if name is None:
         raise ValueError(f"{type(head).__name__} is not a registered head: add it to grassy.heads.HEADS under a name")
-    return {"name": name, **head.options}
+    options = {key: value.item() if hasattr(value, "item") else value for key, value in head.options.items()}
+    return {"name": name, **options}
 
 
 def _options_of(kind: type[Head]) -> list[str]:

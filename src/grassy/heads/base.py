@@ -175,7 +175,7 @@ class Head(nn.Module):
         Args:
             features: Features (..., N).
         """
-        with self.evaluating():
+        with evaluating(self):
             return self.logits(self.prepare(features))
 
     def outlier_score(self, features: Tensor) -> Tensor:
@@ -188,18 +188,6 @@ class Head(nn.Module):
             Scores (...). A high score suggests an outlier.
         """
         return 1 - self.scores(features).softmax(-1).amax(-1)
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Context manager that puts the head and its submodules into evaluation mode, and restores their modes."""
-        modes = [(module, module.training) for module in self.modules()]
-        for module, _ in modes:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
 
     def prepare(self, features: Tensor, target: Tensor | None = None, criterion: Criterion | None = None) -> Tensor:
         """Check features and target, standardise the features if `standardize` is set, and apply dropout.
@@ -263,6 +251,8 @@ class Head(nn.Module):
     def _logit_values(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in self.logit_options}
         fixed = {name: value for name, value in values.items() if not isinstance(value, nn.Parameter)}
+        # A user may assign a NumPy or tensor scalar, which JSON cannot represent.
+        fixed = {name: value.item() if hasattr(value, "item") else value for name, value in fixed.items()}
         # For standardised features the value is the ε that batch normalisation adds to the variance.
         return {"head": type(self).__name__, "standardize": getattr(self.batch_norm, "eps", False), **fixed}
 
@@ -289,6 +279,22 @@ class Head(nn.Module):
         shown = {"in_features": self.in_features, "num_classes": self.num_classes, **self.options}
         many = {name: f"{min(value)}..{max(value)}" for name, value in shown.items() if isinstance(value, list)}
         return ", ".join(f"{name}={value}" for name, value in {**shown, **many}.items() if value)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Context manager that puts a module and its submodules into evaluation mode, and restores their modes.
+
+    It writes nothing to a module that is in evaluation mode already, so several threads can evaluate such a module.
+    """
+    training = [each for each in module.modules() if each.training]
+    for each in training:
+        each.training = False
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
 
 
 def _has_extra_state(head: Head) -> bool:

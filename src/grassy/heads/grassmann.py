@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from grassy import geometry, kernels, shards
-from grassy.heads.base import HeadOptions, check_booleans, empty_parameter, number, positive_integer
+from grassy.heads.base import HeadOptions, check_booleans, empty_parameter, evaluating, number, positive_integer
 from grassy.heads.cross_entropy import cross_entropy_options, one_loss
 from grassy.heads.gamma import automatic_gamma
 from grassy.heads.per_class import PerClassHead
@@ -177,7 +177,7 @@ class GrassmannHead(PerClassHead):
 
     def _look_at_weight(self) -> None:
         """Warn once per version of the weight if the subspaces are off the manifold."""
-        if torch.compiler.is_compiling() or not self.subspace_names:
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or not self.subspace_names:
             return
         known_kind = type(self.weight) is nn.Parameter or shards.is_sharded(self.weight)  # no view of FSDP's flat one
         weight = shards.local(self.weight.detach())
@@ -276,7 +276,7 @@ class GrassmannHead(PerClassHead):
         Returns:
             Scores (...) in [0, 1]. 0 means that the feature lies in a class subspace. A zero feature has score 1.
         """
-        with torch.no_grad(), self.evaluating():
+        with torch.no_grad(), evaluating(self):
             unit = kernels.unit(self.prepare(features))
             rows = unit.to(kernels.product_dtype(unit, self.weight)) if self.is_sharded else unit
             inside, _ = kernels.sharded_top(rows, self._lengths_inside, self.class_parameters(), self.shard, 1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from grassy import shards
-from grassy.heads.base import Head, positive_integer
+from grassy.heads.base import Head, evaluating, positive_integer
 from grassy.heads.cross_entropy import cross_entropy_options, one_loss
 from grassy.heads.request import Criterion, LossRequest
 from grassy.kernels import (
@@ -107,14 +107,14 @@ class PerClassHead(Head):
         count = positive_integer("count", count)
         if count > self.num_classes:
             raise ValueError(f"count must be at most the number of classes, {self.num_classes}, got {count}")
-        with self.evaluating():
+        with evaluating(self):
             rows = self._sent(self.prepare(features))
             return sharded_top(rows, self.class_logits, self.class_parameters(), self.shard, count)
 
     def outlier_score(self, features: Tensor) -> Tensor:
         if not self.is_sharded:
             return super().outlier_score(features)
-        with torch.no_grad(), self.evaluating():
+        with torch.no_grad(), evaluating(self):
             rows, params = self._sent(self.prepare(features)), self.class_parameters()
             return 1 - sharded_largest_probability(rows, self.class_logits, params, self.shard)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from grassy.analysis.spectrum import effective_rank_of_moments
 from grassy.distributed import processes as distributed
 from grassy.heads import GrassmannHead, heads_of
+from grassy.heads.base import evaluating
 from grassy.kernels import unit
 from grassy.shards import is_distributed
 
@@ -54,7 +55,7 @@ class SubspaceUse:
         if self.head is None or self.moments is None or features is None or features.ndim != 2:
             return
         read = labels >= 0
-        with self.head.evaluating():
+        with evaluating(self.head):
             directions = unit(self.head.prepare(features[read])).to(self.head.weight.dtype)
         for x, own in zip(directions.split(ROWS), labels[read].split(ROWS), strict=True):
             coordinates = (self.head.weight[own].double() @ x.double().unsqueeze(-1)).squeeze(-1)  # (B, K)

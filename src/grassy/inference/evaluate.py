@@ -11,6 +11,7 @@ from grassy.data.batch_transforms import Preparation
 from grassy.data.loader import Batch, Failure
 from grassy.distributed import processes as distributed
 from grassy.heads import heads_of
+from grassy.heads.base import evaluating
 from grassy.heads.per_class import PerClassHead
 from grassy.inference.effective_rank import SubspaceUse
 from grassy.inference.outliers import OutlierScores, threshold_of
@@ -52,12 +53,10 @@ def evaluate(
 
     own_batches: each process has its own batches; the metrics cover all of them.
     """
-    was_training = [module.training for module in model.modules()]
-    model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     failures: list[Failure] = []
     scores: list[float] = []
-    with SubspaceUse(model) as use, OutlierScores(model) as outliers:
+    with evaluating(model), SubspaceUse(model) as use, OutlierScores(model) as outliers:
         for batch in in_step(batches, own_batches, device):
             failures += batch.failures
             if not batch.images.numel():  # no image could be read anywhere, so the image size is unknown
@@ -71,8 +70,6 @@ def evaluate(
             scores += [] if of_batch is None else of_batch[read].tolist()
             counts = (losses * read, best[:, 0] & read, best.any(1) & read, read)
             sums += torch.stack([count.double().sum() for count in counts])
-    for module, training in zip(model.modules(), was_training, strict=True):
-        module.training = training
     if own_batches:
         sums, failures = distributed.summed(sums), distributed.gathered(failures)
         scores = distributed.gathered(scores)

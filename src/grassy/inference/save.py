@@ -14,6 +14,7 @@ from torch.optim import swa_utils
 from grassy._version import __version__
 from grassy.extras import needs
 from grassy.heads import Head, describe, heads_of
+from grassy.heads.base import evaluating
 from grassy.inference.hub import (
     check_class_names,
     check_folder,
@@ -208,20 +209,14 @@ def _check_that_it_can_be_built_again(model: nn.Module, description: Description
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
         raise ValueError(f"the model has other weights than timm's {description.model} ({reason}): {hint}") from None
-    modes = [(module, module.training) for module in model.modules()]
     try:
-        for module, _ in modes:
-            module.training = False
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(model):
             expected, found = model(image).float(), again(image).float()
     except (AssertionError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
             f"the model does not accept images of {description.img_size} pixels ({reason}): pass img_size=..."
         ) from None
-    finally:
-        for module, training in modes:
-            module.training = training
     if found.shape != expected.shape or not torch.allclose(found, expected, rtol=0, atol=1e-3 * _size(expected)):
         raise ValueError(f"the model has other logits than timm's {description.model} with the same weights: {hint}")
 

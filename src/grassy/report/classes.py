@@ -22,6 +22,7 @@ from grassy.analysis import (
     variability,
 )
 from grassy.heads import GrassmannHead, Head
+from grassy.heads.base import evaluating
 from grassy.heads.multi import MultiHead
 from grassy.kernels import unit
 from grassy.report.examples import choose_examples, share_inside
@@ -181,7 +182,7 @@ def _as_seen_by(head: nn.Module, features: Tensor) -> Tensor:
     """Features as the head sees them: standardised, if the head does that."""
     if not isinstance(head, Head):
         return features
-    with head.evaluating():
+    with evaluating(head):
         return head.prepare(features)
 
 
