@@ -51,7 +51,7 @@ def test_nor_do_they_stop_the_command(checkpoint, tmp_path, capsys):
     folder = tmp_path / "images"
     write_image(folder / "good.png")
     (folder / "dangling.png").symlink_to(tmp_path / "nowhere")
-    assert main(["predict", str(folder), "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out.csv")]) == 0
+    assert main(["predict", str(folder), "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out.csv")]) == 1
     with open(tmp_path / "out.csv", newline="") as file:
         errors = {os.path.basename(row["path"]): row["error"] for row in csv.DictReader(file)}
     assert errors == {"good.png": "", "dangling.png": "No such file or directory"}
