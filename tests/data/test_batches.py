@@ -305,4 +305,4 @@ def test_the_folders_of_the_reader_are_the_leaves(tmp_path):
     Image.new("RGB", (2, 2)).save(tmp_path / "a" / "b" / "0.png")
     with pytest.raises(ValueError, match=rf"class folder {tmp_path / 'c'} holds no images"):
         files.open_files(tmp_path)
-    assert files.open_files(tmp_path, ["c", "b"]).class_to_idx == {"c": 0, "b": 1}
+    assert files.open_files(tmp_path, ["c", "b"]).class_names == ["c", "b"]

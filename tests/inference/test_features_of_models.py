@@ -1,5 +1,6 @@
 """Features of images for transfer: extracted once, cached, checked."""
 
+import copy
 import os
 import tarfile
 
@@ -10,6 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import grassy
+from grassy.data import held_out
 from grassy.data.images import ArrayImages, open_images
 from grassy.inference import feature_models
 from grassy.inference import features as feature_module
@@ -237,7 +239,7 @@ def test_the_key_tells_models_shapes_names_and_tars_apart(tmp_path):
     hash_of, key = feature_models._hash_of_tensors, feature_module.fingerprint
     wide, tall = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
     tall.weight.data = wide.weight.data.reshape(4, 2)
-    assert hash_of(wide, "a") == hash_of(wide, "a")
+    assert hash_of(wide, "a") == hash_of(copy.deepcopy(wide), "a")
     assert hash_of(wide, "a") != hash_of(tall, "a")
     assert hash_of(wide, "a") != hash_of(wide, "b")
     pixels = np.arange(2 * 4 * 6 * 3, dtype=np.uint8)
@@ -259,6 +261,28 @@ def test_the_key_tells_models_shapes_names_and_tars_apart(tmp_path):
     pack(200)  # a tar in the folder, which itself does not change
     os.utime(folder, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert key(open_images("", tmp_path / "data", "train")) != before
+
+
+def test_the_key_of_a_part_of_a_tar_changes_with_the_tar_and_with_nothing_else(tmp_path, monkeypatch):
+    def pack(shade):
+        with tarfile.open(tmp_path / "set.tar", "w") as tar:
+            for name in ("a/0.png", "a/1.png", "b/0.png", "b/1.png"):
+                Image.new("RGB", (4, 4), (shade,) * 3).save(tmp_path / "0.png")
+                tar.add(tmp_path / "0.png", arcname=name)
+
+    def keys():
+        images, names = held_out.open_set(tmp_path / "set.tar")
+        return [feature_module.fingerprint(held_out.part_of(images, names, names[:1], inside)) for inside in (0, 1)]
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    pack(0)
+    before = keys()
+    (tmp_path / "elsewhere" / "another.tar").write_bytes(b"")
+    assert keys() == before
+    assert before[0] != before[1]
+    pack(200)
+    assert not set(keys()) & set(before)
 
 
 def test_images_in_no_file_are_told_apart_by_what_they_show():

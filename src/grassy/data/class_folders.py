@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple
 
+import numpy as np
+
+from grassy.data.decode import Crop, read_pixels
 from grassy.runs.schema import open_regular
 from grassy.spelling import natural_key
 from grassy.torchvision_import import import_torchvision
@@ -74,33 +77,43 @@ class Place(NamedTuple):
     size: int | None = None  # None: all of the file
 
 
-class ClassReader:
-    """Images by index, each as an open file with its label, like timm's readers."""
+class FolderImages:
+    """Images in class folders or tars.
 
-    def __init__(self, names: list[str], places: list[Place], labels: list[int], classes: dict[str, int]) -> None:
-        self.names, self.places, self.targets, self.class_to_idx = names, places, labels, classes
+    Args:
+        names: Their names, for messages: paths of files, or paths within tars.
+        places: Where their bytes are.
+        targets: Their class indices.
+        class_names: The names of the classes, in the order of the indices.
+    """
 
-    @property
-    def reader(self) -> "ClassReader":
-        return self
+    def __init__(
+        self, names: Sequence[str], places: Sequence[Place], targets: Sequence[int], class_names: Sequence[str]
+    ) -> None:
+        self.names, self.places, self.targets, self.class_names = names, places, targets, class_names
 
     def __len__(self) -> int:
         return len(self.places)
 
-    def __getitem__(self, index: int) -> tuple[IO[bytes], int]:
+    def load(self, index: int, crop: Crop | None = None) -> tuple[np.ndarray, int]:
         path, offset, size = self.places[index]
-        file = open_regular(path)
-        if size is None:
-            return file, self.targets[index]
-        with file:
+        with open_regular(path) as file:
             file.seek(offset)
-            return io.BytesIO(file.read(size)), self.targets[index]
+            return read_pixels(file if size is None else io.BytesIO(file.read(size)), crop), self.targets[index]
 
-    def filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
-        return os.path.basename(self.names[index]) if basename else self.names[index]
+    def name(self, index: int) -> str:
+        return self.names[index]
+
+    def labels(self) -> np.ndarray:
+        return np.asarray(self.targets, dtype=np.int64)
+
+    def some(self, indices: Sequence[int]) -> "FolderImages":
+        """The images with these indices."""
+        names, places = [self.names[index] for index in indices], [self.places[index] for index in indices]
+        return FolderImages(names, places, [self.targets[index] for index in indices], self.class_names)
 
 
-def open_files(root: Path, class_names: Sequence[str] | None = None, topmost: bool = False) -> ClassReader:
+def open_files(root: Path, class_names: Sequence[str] | None = None, topmost: bool = False) -> FolderImages:
     """Open a folder of class folders, a folder of tars, or a tar.
 
     class_names: of the training set, whose class indices a validation set must share; None for the training set.
@@ -152,7 +165,7 @@ def _check_distinct(folders: Iterable[PurePosixPath], where: Path) -> None:
 # --------------------------------------------------------------------------------------------------- folders
 
 
-def _open_folders(root: Path, class_names: Sequence[str] | None, topmost: bool) -> ClassReader:
+def _open_folders(root: Path, class_names: Sequence[str] | None, topmost: bool) -> FolderImages:
     suffixes = image_suffixes()
     files: list[str] = []
     found: list[str] = []  # leaf folders, and folders with images
@@ -177,7 +190,7 @@ def _open_folders(root: Path, class_names: Sequence[str] | None, topmost: bool) 
     if class_names is None and empty:
         raise ValueError(f"class folder {places[empty[0]]} holds no images: fill or remove it")
     numbers = _numbers(places, class_names)
-    return ClassReader(files, [Place(file) for file in files], [numbers[name] for name in names], numbers)
+    return FolderImages(files, [Place(file) for file in files], [numbers[name] for name in names], list(numbers))
 
 
 # --------------------------------------------------------------------------------------------------- tars
@@ -185,7 +198,7 @@ def _open_folders(root: Path, class_names: Sequence[str] | None, topmost: bool) 
 
 def _open_tars(
     root: Path, tars: Iterable[Path], class_names: Sequence[str] | None, topmost: bool = False
-) -> ClassReader:
+) -> FolderImages:
     """Images are read by offset, so that processes do not share the position of an open file."""
     found: list[tuple[str, PurePosixPath, Place]] = []  # the path of an image in its tar, its folder, its place
     for tar in tars:
@@ -210,7 +223,7 @@ def _open_tars(
     names = [top.get(folder, folder.name) for _, folder, _ in found]
     numbers = _numbers({name: f"{name} of {root}" for name in names}, class_names)
     labels = [numbers[name] for name in names]
-    return ClassReader([path for path, _, _ in found], [place for *_, place in found], labels, numbers)
+    return FolderImages([path for path, _, _ in found], [place for *_, place in found], labels, list(numbers))
 
 
 def _images_in(file: IO[bytes], size: int, tar: Path, within: int = 0) -> Iterator[tuple[tuple[str, ...], int, int]]:

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from grassy.data.class_folders import ClassReader
-from grassy.data.images import ArrayImages, Images, ReaderImages, arrays_from_file, images_from_files
+from grassy.data.class_folders import FolderImages, open_files
+from grassy.data.images import ArrayImages, Images, arrays_from_file
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, advice, below_the_split, holds_images, split_place
 from grassy.runs.recipe import Recipe
+
+Files = ArrayImages | FolderImages
 
 
 def set_to_split(recipe: Recipe, data_dir: Path | None) -> Path | None:
@@ -36,28 +38,26 @@ def set_to_split(recipe: Recipe, data_dir: Path | None) -> Path | None:
     return train or data_dir
 
 
-def open_set(place: Path, class_names: Sequence[str] | None = None) -> tuple[Images, list[str]]:
+def open_set(place: Path, class_names: Sequence[str] | None = None) -> tuple[Files, list[str]]:
     """All images of a set, and a key for each: its path relative to the set, which survives moving the set."""
     if place.suffix == ".npz":
         arrays = arrays_from_file(place, place.stem, class_names)
         return arrays, [str(index) for index in range(len(arrays))]
-    images = images_from_files(place, class_names, topmost=True)
+    images = open_files(place, class_names, topmost=True)
     root = place if place.is_dir() else place.parent
-    reader = _reader_of(images)
     keys = [
         Path(os.path.relpath(each.path, root)).as_posix() + ("" if each.size is None else f":{name}")
-        for name, each in zip(reader.names, reader.places, strict=True)
+        for name, each in zip(images.names, images.places, strict=True)
     ]
     return images, keys
 
 
-def held_out(images: Images, keys: Sequence[str], fraction: float, seed: int) -> set[str]:
+def held_out(images: Files, keys: Sequence[str], fraction: float, seed: int) -> set[str]:
     """Keys of the images to validate on: the given share of each class, rounded, at least one if it has two, never all.
 
     A class with one image is only trained on.
     """
     labels = images.labels()
-    assert labels is not None  # known for files and arrays
     names = images.class_names
     chosen: set[str] = set()
     for label in np.unique(labels).tolist():
@@ -73,25 +73,12 @@ def _draw(seed: int, title: str, key: str) -> bytes:
     return hashlib.sha256(f"{seed}\n{title}\n{key.rpartition('/')[2]}".encode("utf-8", "surrogateescape")).digest()
 
 
-def part_of(images: Images, keys: Sequence[str], wanted: Collection[str], inside: bool) -> Images:
+def part_of(images: Files, keys: Sequence[str], wanted: Collection[str], inside: bool) -> Files:
     """The images whose keys are wanted or, if not `inside`, the others; class indices stay."""
     indices = [index for index, key in enumerate(keys) if (key in wanted) == inside]
     if isinstance(images, ArrayImages):
         return ArrayImages(images.images[indices], images.labels()[indices], images.class_names, images.where)
-    reader = _reader_of(images)
-    some = ClassReader(
-        [reader.names[index] for index in indices],
-        [reader.places[index] for index in indices],
-        [reader.targets[index] for index in indices],
-        reader.class_to_idx,
-    )
-    return ReaderImages(some, "")
-
-
-def _reader_of(images: Images) -> ClassReader:
-    reader = getattr(images, "reader", None)
-    assert isinstance(reader, ClassReader)  # of what `images_from_files` opens
-    return reader
+    return images.some(indices)
 
 
 def split(recipe: Recipe, place: Path, recorded: Sequence[str] | None = None) -> tuple[Images, Images, list[str]]:

@@ -21,7 +21,8 @@ from grassy.torchvision_import import import_torchvision
 class Images(Protocol):
     """A set of labelled images."""
 
-    class_names: Sequence[str] | None
+    @property
+    def class_names(self) -> Sequence[str] | None: ...
 
     def __len__(self) -> int: ...
 
@@ -65,7 +66,7 @@ def open_images(dataset: str, data_dir: Path | None, split: str, class_names: Se
         if data_dir.suffix == ".npz" or (data_dir.is_dir() and _npz(data_dir, split)):
             return arrays_from_file(data_dir, split, class_names)
         root = _split_folder(data_dir, split) if data_dir.is_dir() else data_dir
-        return images_from_files(root, class_names)
+        return open_files(root, class_names)
     return _in_the_order_of(_from_timm(dataset, data_dir, split), class_names, dataset)
 
 
@@ -185,7 +186,7 @@ def digits(split: str) -> ArrayImages:
 
 
 class ReaderImages:
-    """Images of a class-folder reader, a random-access timm reader, or a torchvision dataset.
+    """Images of a random-access timm reader, or of a torchvision dataset.
 
     Args:
         dataset: An object with such a `reader`, or the dataset of torchvision.
@@ -223,11 +224,6 @@ class ReaderImages:
         if targets is None and samples is not None:
             targets = [label for _, label in samples]
         return None if targets is None else np.asarray(targets, dtype=np.int64)
-
-
-def images_from_files(root: Path, class_names: Sequence[str] | None = None, topmost: bool = False) -> Images:
-    """Images in class folders, or in tars; `topmost` as in `open_files`."""
-    return ReaderImages(open_files(root, class_names, topmost), str(root))
 
 
 def _from_timm(name: str, data_dir: Path, split: str) -> Images:

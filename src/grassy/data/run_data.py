@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
-from grassy.data.class_folders import MORE_SUFFIXES, ClassReader
+from grassy.data.class_folders import MORE_SUFFIXES, FolderImages
 from grassy.data.device_loader import SMALL_ENOUGH, ResidentLoader, ResidentValidation, unfit
 from grassy.data.held_out import set_to_split, split
 from grassy.data.images import ArrayImages, Images, check_labels, number_of_classes, open_images
@@ -144,7 +144,7 @@ def _batch_size(recipe: Recipe, images: int, parts: int) -> tuple[int, list[str]
 
 def _unusual(images: Images) -> list[str]:
     """Warnings about images in unusual formats, which may be masks or copies."""
-    files = getattr(getattr(images, "reader", None), "names", [])
+    files = images.names if isinstance(images, FolderImages) else []
     kinds = Counter(os.path.splitext(file)[1].lower() for file in files)
     some = {kind: count for kind, count in kinds.items() if kind in MORE_SUFFIXES}
     if not some or len(some) == len(kinds):
@@ -155,12 +155,12 @@ def _unusual(images: Images) -> list[str]:
 
 def _deeper(images: Images, place: Path) -> list[str]:
     """Warnings about images in subfolders of their class folders."""
-    if not isinstance(reader := getattr(images, "reader", None), ClassReader) or images.class_names is None:
+    if not isinstance(images, FolderImages):
         return []
-    folders = [PurePath(name).parent.name for name in reader.names]
-    titles = [images.class_names[label] for label in reader.targets]
+    folders = [PurePath(name).parent.name for name in images.names]
+    titles = [images.class_names[label] for label in images.targets]
     some = [
-        name for name, folder, title in zip(reader.names, folders, titles, strict=True) if folder not in ("", title)
+        name for name, folder, title in zip(images.names, folders, titles, strict=True) if folder not in ("", title)
     ]
     if not some:
         return []
@@ -172,7 +172,7 @@ def _deeper(images: Images, place: Path) -> list[str]:
 
 def _check_numbering(images: Images, held_out: Images) -> None:
     """Raise a ValueError if only the validation images take their classes from folder names."""
-    if images.class_names is None and isinstance(getattr(held_out, "reader", None), ClassReader):
+    if images.class_names is None and isinstance(held_out, FolderImages):
         raise ValueError(
             "the training images have numbers for their classes and the validation images have names: give both names "
             "(an array `classes` in train.npz), or both numbers"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grassy.data.class_folders import ClassReader
+from grassy.data.class_folders import FolderImages
 from grassy.data.held_out import held_out, open_set, part_of, set_to_split
 from grassy.data.images import Images, check_labels, open_images
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES
@@ -60,8 +60,7 @@ def check_order(images: Images, about: Description, file: Path) -> None:
 
     Libraries order folders differently: torchvision puts Zebra before ant and 10 before 2; timm and grassy do not.
     """
-    by_name = isinstance(getattr(images, "reader", None), ClassReader)
-    if by_name and about.class_names is None:
+    if isinstance(images, FolderImages) and about.class_names is None:
         raise ValueError(
             f"{file} does not say what its classes are called, so class folders cannot be matched to them: save the "
             "weights again with grassy.save(model, path, class_names=[...]), in the order of the labels"

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from grassy.atomic import TEMPORARY, write_atomically
 from grassy.data.batch_transforms import Preparation
+from grassy.data.class_folders import FolderImages
 from grassy.data.images import ArrayImages, Images, Joined, ReaderImages
 from grassy.data.loader import Failure, Share, ValidationLoader
 from grassy.data.transforms import Transform, of_pixels
@@ -176,6 +177,12 @@ def fingerprint(images: Images) -> str:
         digest.update(np.ascontiguousarray(images.images).data)
         digest.update(np.ascontiguousarray(images.labels()).data)
         return digest.hexdigest()
+    if isinstance(images, FolderImages):
+        for path in sorted({place.path for place in images.places}):
+            status = os.stat(path) if os.path.exists(path) else None
+            add(path, *([status.st_size, status.st_mtime_ns] if status else []))
+        add(*zip(images.names, images.places, images.targets, strict=True))
+        return digest.hexdigest()
     files = 0
     for index in range(len(images)):
         name = images.name(index)
@@ -191,14 +198,7 @@ def fingerprint(images: Images) -> str:
 
 
 def _add_contents(images: ReaderImages, add: Any, update: Any) -> None:
-    """Hash images that are not separate files: by their tars, by their arrays, or else by decoding each of them."""
-    where = Path(images.where)
-    tars = [where] if where.is_file() else sorted(where.rglob("*.tar")) if where.is_dir() else []
-    for tar in tars:
-        status = tar.stat()
-        add(str(tar), status.st_size, status.st_mtime_ns)
-    if tars:
-        return
+    """Hash images that are not separate files: by their arrays, or else by decoding each of them."""
     pixels = getattr(images.dataset, "data", None)
     version = getattr(getattr(images.reader, "dataset", None), "_fingerprint", None)  # Hugging Face datasets
     if isinstance(pixels, np.ndarray | Tensor):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from grassy.data.class_folders import is_hidden
+from grassy.data.class_folders import is_hidden, open_files
 from grassy.data.decode import Crop, read_rgb
 from grassy.data.held_out import split as split_set
 from grassy.data.images import (
@@ -18,7 +18,6 @@ from grassy.data.images import (
     Joined,
     ReaderImages,
     arrays_from_file,
-    images_from_files,
     open_images,
 )
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, folders_in, holds_images
@@ -153,7 +152,7 @@ def _place(folder: Path, names: Sequence[str]) -> Path | None:
 def _open(place: Path, class_names: Sequence[str] | None = None) -> Images:
     if place.suffix == ".npz":
         return arrays_from_file(place, place.stem, class_names)
-    return images_from_files(place, class_names)
+    return open_files(place, class_names)
 
 
 def _from_readers(name: str, data_dir: Path | None) -> tuple[Images, Images]:
