@@ -175,3 +175,16 @@ def test_a_model_that_its_library_does_not_give_back_is_not_saved(tmp_path):
     with pytest.raises(ValueError, match=r"BertForSequenceClassification does not load as it was saved: .* differs"):
         grassy.save(model, tmp_path / "saved")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_keeps_its_precision_on_a_backbone_of_less(dtype, tmp_path):
+    model = TRANSFORMERS["vit"]().to(torch.bfloat16)
+    grassy.replace_head(model, "grassmann", k=2, standardize=True, dtype=dtype)
+    grassy.save(model.eval(), tmp_path / "model")
+    again = grassy.load(tmp_path / "model")
+    assert {name: tensor.dtype for name, tensor in again.named_parameters()} == {
+        name: tensor.dtype for name, tensor in model.named_parameters()
+    }
+    x = torch.randn(2, 3, 32, 32, dtype=torch.bfloat16)
+    assert torch.equal(again(x).logits, model(x).logits)

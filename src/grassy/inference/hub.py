@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from grassy.atomic import write_atomically
 from grassy.distributed.saves import MANIFEST
-from grassy.heads import check_head_options, describe, heads_of
+from grassy.heads import Head, check_head_options, describe, heads_of
 from grassy.heads.state import KEY
 from grassy.inference.model_card import is_unedited, model_card, sealed
 from grassy.models import import_timm
@@ -187,12 +188,23 @@ def load_transformers(folder: Path) -> nn.Module:
     if lost:
         raise ValueError(f"{folder} does not hold the weights that it describes: look at {sorted(lost)[0]}")
     model.__class__ = kind
-    for each in heads_of(
-        model
-    ):  # transformers copies tensors one by one, and no hook is called that would look at them
-        each.load_state_dict(each.state_dict())
+    # transformers calls no hook that would check a head, and casts a float32 head to the dtype of its backbone.
+    for path, each in model.named_modules():
+        if isinstance(each, Head):
+            state = each.state_dict() | _stored(folder, f"{path}.")
+            each.to(state["weight"].dtype).load_state_dict(state)
     loaded: nn.Module = model.eval()
     return loaded
+
+
+def _stored(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors in the safetensors files of a folder whose names start with a prefix, without the prefix."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118  # it is no dict
+            found |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    return found
 
 
 def load_adapters(folder: Path, base: nn.Module) -> nn.Module:
