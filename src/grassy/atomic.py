@@ -1,6 +1,7 @@
-"""Atomic writes: a file is written under a temporary name, flushed to disk and renamed."""
+"""Whole files: written under a temporary name, flushed to disk and renamed; recognised by their digest."""
 
 import contextlib
+import hashlib
 import os
 import secrets
 from collections.abc import Callable
@@ -43,3 +44,9 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

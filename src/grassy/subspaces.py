@@ -1,4 +1,4 @@
-"""Find the parameters of a model that are subspaces.
+"""Find the parameters of a model that are subspaces, and whether PEFT trains others in their place.
 
 A module declares them in a class attribute `subspace_names`. Neither an attribute of the Parameter nor a tensor
 subclass would survive `deepcopy`, an EMA or FSDP.
@@ -7,6 +7,11 @@ subclass would survive `deepcopy`, an EMA or FSDP.
 from collections.abc import Iterator
 
 from torch import nn
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether PEFT has added adapters to the model."""
+    return any(type(module).__module__.split(".")[0] == "peft" for module in model.modules())
 
 
 def named_subspaces(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -16,6 +16,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from grassy.heads import Head, HeadOnMap, create_head, describe
 from grassy.spelling import nearest
+from grassy.subspaces import has_adapters
 
 __all__ = ["HeadOnMap", "find_classifiers", "replace_head"]
 
@@ -209,7 +210,7 @@ def _check_replaceable(model: nn.Module, path: str, layer: nn.Module) -> None:
 
 def _check_that_no_adapters_are_there(model: nn.Module) -> None:
     """PEFT trains a copy of the classifier and keeps the original, so replacing the original has no effect."""
-    if any(type(module).__module__.split(".")[0] == "peft" for module in model.modules()):
+    if has_adapters(model):
         raise ValueError(
             f"{type(model).__name__} has PEFT adapters already, and PEFT trains a copy of the classifier: call "
             "grassy.replace_head first, then get_peft_model with the classifier in modules_to_save"

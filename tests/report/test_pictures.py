@@ -1,16 +1,14 @@
-"""Pictures: what they show is what was measured, and the toy does what it says."""
+"""Pictures: what they show is what was measured."""
 
 import itertools
 import json
 
 import numpy as np
 import pytest
-import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from PIL import Image
 
 from grassy import paper
-from grassy.report import pictures, toy
+from grassy.report import pictures
 from grassy.report.packing import pack_angles, unpack_angles
 
 
@@ -104,7 +102,6 @@ def test_every_picture_can_be_written_for_print_and_for_the_screen(subspaces, ve
         "k": pictures.against_dimension(pictures.points_of_paper(), {"accuracy": 78.0}, "title"),
         "strategies": pictures.strategy_bars(),
         "time": pictures.iteration_time(),
-        "toy": toy.draw_toy(steps=3),
     }
     for name, figure in figures.items():
         figure.savefig(tmp_path / f"{name}.pdf")
@@ -164,23 +161,3 @@ def test_pictures_of_runs_are_saved_under_their_names(subspaces, vectors, tmp_pa
     assert all(path.stat().st_size > 1000 for path in written)
     written = pictures.save_pictures({"x/a": subspaces, "x-a": vectors}, tmp_path / "same", ".png")
     assert [path.name for path in written] == ["angles-x-a.png", "angles-x-a-2.png"]
-
-
-def test_riemannian_steps_stay_on_the_circle_and_plain_ones_do_not():
-    example = toy.make_toy()
-    lengths = [torch.linalg.vector_norm(toy.descend(example, riemannian=r), dim=-1) for r in (True, False)]
-    assert (lengths[0] - 1).abs().max() < 1e-12
-    assert (lengths[1] - 1).abs().max() > 0.05
-    for riemannian in (True, False):
-        end = toy.descend(example, riemannian=riemannian)[-1]
-        cosine = (example.features @ end).abs() / torch.linalg.vector_norm(end)
-        assert cosine.mean() > 0.95 > (example.features @ example.start[0]).abs().mean()
-
-
-def test_the_animation_moves(tmp_path):
-    toy.animate_toy(tmp_path / "toy.gif", steps=4, frames_per_second=2)
-    with Image.open(tmp_path / "toy.gif") as film:
-        assert film.n_frames >= 5
-        first = np.asarray(film.convert("RGB")).copy()
-        film.seek(4)
-        assert (np.asarray(film.convert("RGB")) != first).any()

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
-from grassy.atomic import sync_folder, write_atomically
+from grassy.atomic import file_digest, sync_folder, write_atomically
 from grassy.distributed.processes import everywhere, gathered, on_rank_0, own_rank, world_size
 
 MANIFEST = "state.json"
@@ -81,7 +81,7 @@ def _aside(save: Path, ending: str) -> Path:
 def written_here(part: Path, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], list[Chunk]]:
     """Return size, digest and content of the files that this rank wrote. DCP counts ranks from 1."""
     mine = sorted(part.glob(f"shard-{own_rank() + 1:05d}-*"))
-    files = {file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)} for file in mine}
+    files = {file.name: {"bytes": file.stat().st_size, "sha256": file_digest(file)} for file in mine}
     return files, [chunk for file in mine for chunk in _chunks(file, tensors)]
 
 
@@ -218,7 +218,7 @@ def _check_folder(save: Path, files: Mapping[str, Any]) -> None:
 
 def _checked_chunks(path: Path, content: Mapping[str, Any]) -> list[Chunk]:
     """Return the rows of tensors in a file. Raises ValueError if it is not the file that was saved."""
-    if _digest(path) != content["files"][path.name]["sha256"]:
+    if file_digest(path) != content["files"][path.name]["sha256"]:
         raise ValueError(f"{path} is damaged: its SHA-256 is no longer the one that it was saved with")
     return _chunks(path, content["tensors"])
 
@@ -253,11 +253,6 @@ def _check_cover(save: Path, tensors: Mapping[str, Any], chunks: list[Chunk]) ->
     for name, (_, *shape) in tensors.items():
         if ends[name] != (shape[0] if shape else 1):
             raise ValueError(f"{save} has {ends[name]} rows of {name}, which has {shape[0] if shape else 1}")
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def one_line(error: BaseException) -> str:

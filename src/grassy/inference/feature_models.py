@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from grassy.atomic import file_digest
 from grassy.inference.load import load
 from grassy.models import import_timm
 from grassy.runs.paper_row import paper_row
@@ -116,12 +117,6 @@ def _from_torchvision(name: str, device: torch.device | str, pretrained: bool) -
         tuple(preset.std),
         _hash_of_tensors(model, f"torchvision/{name}"),
     )
-
-
-def file_digest(path: Path) -> str:
-    """The SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _hash_of_tensors(model: nn.Module, name: str) -> str:

@@ -27,6 +27,7 @@ from grassy.models import create_model, import_timm
 from grassy.runs.hub import REMOTE
 from grassy.runs.recipe import DEFAULTS
 from grassy.runs.weights import Description, description_text, read_description, save_weights, weights_file
+from grassy.subspaces import has_adapters
 
 #: Suffixes of other file formats. A path with any other suffix but .safetensors is a folder.
 OTHER_FILES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".onnx", ".pt2", ".tar", ".zip", ".json", ".h5")
@@ -85,7 +86,7 @@ def save(
     if path.suffix in OTHER_FILES:
         raise ValueError(f"path must be a folder or end in .safetensors, got {path}")
     model = unwrapped(model)
-    if any(type(module).__module__.split(".")[0] == "peft" for module in model.modules()):
+    if has_adapters(model):
         raise ValueError(
             f"{type(model).__name__} has PEFT adapters: save model.merge_and_unload(), or the adapters alone with "
             "their own save_pretrained"

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from grassy.optim.riemannian_sgd import LR_FACTOR, RiemannianSGD, refuse_spectral_steps
 from grassy.shards import is_distributed
 from grassy.spelling import nearest
-from grassy.subspaces import named_subspaces
+from grassy.subspaces import has_adapters, named_subspaces
 from grassy.torchvision_import import import_torchvision
 
 #: Key of a parameter group that selects its update.
@@ -319,7 +319,7 @@ class JointOptimizer(Optimizer):
 
 def _warn_if_peft_froze_them(model: nn.Module, name: str) -> None:
     """Warn if PEFT froze a new head, which then keeps its random subspaces."""
-    if any(type(module).__module__.split(".")[0] == "peft" for module in model.modules()):
+    if has_adapters(model):
         head = name.removeprefix("base_model.model.").rpartition(".")[0]
         warnings.warn(
             "the head is frozen, since PEFT trains only adapters and what modules_to_save names: to train it, pass "

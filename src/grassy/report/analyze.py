@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from grassy.atomic import write_atomically
+from grassy.atomic import file_digest, write_atomically
 from grassy.data.images import Images
 from grassy.data.run_images import data_dir_of, run_images, run_recipe
 from grassy.data.stream_loader import STREAMS
 from grassy.distributed.processes import find_device
-from grassy.inference.feature_models import file_digest, open_model
+from grassy.inference.feature_models import open_model
 from grassy.inference.features import extract
 from grassy.precision import amp_dtype
 from grassy.report.classes import MOST_ANGLES, SCALARS, describe

@@ -15,9 +15,8 @@ from typing import Any
 
 from grassy import paper
 from grassy._version import __version__
-from grassy.atomic import write_atomically
+from grassy.atomic import file_digest, write_atomically
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES
-from grassy.inference.feature_models import file_digest
 from grassy.report.analyze import ANALYSIS, analyze, open_split, read_analysis, where_images_are
 from grassy.report.classes import SCALARS
 from grassy.report.curves import curves_of
