@@ -206,6 +206,7 @@ def test_images_that_are_added_later_are_not_validated_on(run, tmp_path, capsys)
     for i in range(30):
         Image.new("RGB", (12, 12)).save(tmp_path / "photos" / "cat" / f"new-{i}.png")
     assert validate(run, None, device="cpu").images == 9
+    assert f"9 of the 60 images in {tmp_path / 'photos'} count: those that the run held out" in capsys.readouterr().err
     (tmp_path / "photos" / read_split(run)[0]).unlink()
     assert validate(run, None, device="cpu").images == 8
     assert "1 of the 9 images that the run held out are no longer in" in capsys.readouterr().err
@@ -233,7 +234,7 @@ def test_moved_photos_are_not_validated_on_training_images_if_a_few_held_out_one
     assert validate(run, moved, device="cpu").images == 8
     told = capsys.readouterr().err
     assert f"1 of the 9 images that the run held out are no longer in {moved}" in told
-    assert f"8 of the 29 images in {moved} count, by the names of those that the run held out" in told
+    assert f"8 of the 29 images in {moved} count: those that the run held out, by their names" in told
     assert validate(run, moved, split="train", device="cpu").images == 21
 
 

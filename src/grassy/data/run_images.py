@@ -90,8 +90,7 @@ def _part(file: Path, about: Description, recipe: Recipe, place: Path, notes: li
     if here < len(wanted):
         notes.append(f"{len(wanted) - here} of the {len(wanted)} images that the run held out are no longer in {place}")
     part = part_of(images, keys, wanted, not training)
-    if elsewhere and recorded is not None:
-        notes.append(
-            f"{len(part)} of the {len(keys)} images in {place} count, by the names of those that the run held out"
-        )
+    rule = "did not hold out" if training else "held out"
+    by_name = ", by their names" if elsewhere else ""
+    notes.append(f"{len(part)} of the {len(keys)} images in {place} count: those that the run {rule}{by_name}")
     return part
