@@ -1,4 +1,4 @@
-"""Find the parameters of a model that are subspaces, and whether PEFT trains others in their place.
+"""Find the parameters of a model that are subspaces; the limits on their rows; whether PEFT trains others instead.
 
 A module declares them in a class attribute `subspace_names`. Neither an attribute of the Parameter nor a tensor
 subclass would survive `deepcopy`, an EMA or FSDP.
@@ -7,6 +7,9 @@ subclass would survive `deepcopy`, an EMA or FSDP.
 from collections.abc import Iterator
 
 from torch import nn
+
+#: Errors of orthonormality above which a given weight is repaired with a warning, or refused.
+REPAIR_ABOVE, REFUSE_ABOVE = 1e-5, 0.1
 
 
 def has_adapters(model: nn.Module) -> bool:

@@ -15,10 +15,9 @@ from grassy.heads.gamma import automatic_gamma
 from grassy.heads.per_class import PerClassHead
 from grassy.heads.request import Criterion, LossRequest
 from grassy.mixed_labels import MixedLabels
+from grassy.subspaces import REFUSE_ABOVE, REPAIR_ABOVE
 
-REPAIR_ABOVE = 1e-5
 WARN_ABOVE = 1e-3
-REFUSE_ABOVE = 0.1
 OFF_THE_MANIFOLD = (
     "was it trained, or averaged, as an ordinary weight? Use grassy.make_optimizer and grassy.AveragedModel"
 )

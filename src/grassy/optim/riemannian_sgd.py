@@ -14,8 +14,8 @@ from grassy import geometry, kernels, shards
 from grassy.kernels import StepOptions
 from grassy.kernels.sampling import forget_gradient, gradient_of_some
 from grassy.kernels.step import take_steps
+from grassy.subspaces import REFUSE_ABOVE, REPAIR_ABOVE
 
-REPAIR_ABOVE, REFUSE_ABOVE = 1e-5, 0.1
 #: Keys of a parameter group that are fields of `StepOptions`.
 STEP_OPTIONS = tuple(field.name for field in dataclasses.fields(StepOptions))
 #: Key of a parameter group: a factor on its learning rate in every step.

@@ -27,6 +27,7 @@ from grassy.heads.multi import MultiHead
 from grassy.kernels import unit
 from grassy.report.examples import choose_examples, share_inside
 from grassy.report.packing import pack_angles, rounded
+from grassy.runs.schema import finite
 from grassy.spelling import natural_key
 
 NEAREST = 8
@@ -98,7 +99,7 @@ def describe(
         "classes": count,
         "k": angles.shape[-1],
         "width": weight.shape[-1],
-        "scalars": {key: _finite(value) for key, value in scalars.items()},
+        "scalars": {key: finite(value) for key, value in scalars.items()},
         "per_class": per_class,
         "orders": {
             "index": list(range(count)),
@@ -216,7 +217,3 @@ def _confusions(confusion: Tensor) -> list[list[list[int]]]:
         [[other, number] for other, number in zip(row, numbers, strict=True) if number]
         for row, numbers in zip(classes[:, :CONFUSIONS].tolist(), counts[:, :CONFUSIONS].tolist(), strict=True)
     ]
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

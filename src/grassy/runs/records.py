@@ -17,9 +17,10 @@ import torch
 from grassy._version import __version__
 from grassy.atomic import write_atomically
 from grassy.runs.recipe import Recipe
+from grassy.runs.recipe_files import ARGS
 from grassy.runs.schema import MOST_ANALYSIS, MOST_CLASSES, MOST_DESCRIPTION, fail, list_of, parse_json, read_text, text
 
-ARGS, ENVIRONMENT, SUMMARY, CURVES = "args.yaml", "environment.json", "summary.csv", "tensorboard"
+ENVIRONMENT, SUMMARY, CURVES = "environment.json", "summary.csv", "tensorboard"
 #: The images that a run holds out, if it split the data itself.
 SPLIT = "split.json"
 COLUMNS: tuple[str, ...] = ("epoch", "train_loss", "eval_loss", "eval_top1", "eval_top5", "lr", "head_lr", "seconds")

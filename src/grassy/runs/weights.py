@@ -19,6 +19,7 @@ from grassy.distributed.saves import MANIFEST, Saved, newest, open_state, read_p
 from grassy.distributed.state import read_tensors
 from grassy.heads import GrassmannHead
 from grassy.runs import hub
+from grassy.runs.recipe_files import ARGS
 from grassy.runs.schema import check_description, parse_json
 from grassy.runs.state import SAVES, STATE, read_torch
 
@@ -149,7 +150,7 @@ def weights_file(path: Path) -> Path:
         for folder in (path / BEST_SAVES, path / SAVES, path):
             if (save := newest(folder)) is not None:
                 return save
-        if (path / "args.yaml").is_file():
+        if (path / ARGS).is_file():
             raise ValueError(f"{path} is a run that has not saved its weights yet: wait, or resume it if it has ended")
         other = f"; its {hub.CONFIG} describes no head of grassy's" if (path / hub.CONFIG).is_file() else ""
         raise ValueError(
