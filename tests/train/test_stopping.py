@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from grassy.runs.folder import RunFolder
 from grassy.runs.state import STATE, read_torch
 from grassy.train import stopping
-from training_cases import tiny_arrays, train_command
+from grassy.train.loop import train
+from training_cases import tiny_arrays, tiny_recipe, train_command
 
 #: Seconds after which a run that was told to stop must have ended.
 PATIENCE = 60
@@ -110,6 +112,21 @@ def test_a_worker_that_is_killed_ends_the_run_with_one_sentence_and_the_checkpoi
     after = read_torch(tmp_path / "run" / STATE)["progress"]
     assert (after["epoch"], after["update"]) >= (before["epoch"], before["update"])
     assert not list((tmp_path / "run").glob(".writing-*"))
+
+
+def test_a_signal_during_the_last_save_does_not_lose_the_finished_run(tmp_path, monkeypatch):
+    def save_and_be_told_to_stop(folder, *args):
+        signal.raise_signal(signal.SIGTERM)
+        save(folder, *args)
+
+    save = RunFolder.save
+    monkeypatch.setattr(RunFolder, "save", save_and_be_told_to_stop)
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("the handler of the caller got the signal"))
+    try:
+        train(tiny_recipe(epochs=1), tiny_arrays(tmp_path / "data"), tmp_path / "run", device="cpu", quiet=True)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert read_torch(tmp_path / "run" / STATE)["progress"]["epoch"] == 1
 
 
 def test_an_impatient_ctrl_c_does_not_lose_the_run_and_a_later_one_ends_it(monkeypatch, capfd, request):

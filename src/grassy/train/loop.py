@@ -88,7 +88,7 @@ def train_epochs(run: Run, steps: Steps, checkpoints: Checkpoints, reporter: Rep
                     reporter.say(f"stopped after update {position.done} and saved; --resume auto resumes the run")
                     return
             finish_epoch(run, checkpoints, reporter, begin)
-    checkpoints.save()
+        checkpoints.save()
 
 
 def look(run: Run, checkpoints: Checkpoints, reporter: Reporter, told: Callable[[], int]) -> tuple[int, int]:
