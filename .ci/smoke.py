@@ -28,7 +28,7 @@ assert not missing, f"the wheel lacks {missing}"
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
-grassy.replace_head(model, "grassmann", k=2)
+grassy.replace_head(model)
 optimizer = grassy.make_optimizer(model, "sgd", lr=0.1)
 x, y = torch.randn(32, 8), torch.arange(32) % 5
 losses = []

@@ -8,7 +8,7 @@ from torch import nn
 import grassy
 
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
-head = grassy.replace_head(model, "grassmann", k=2)
+head = grassy.replace_head(model)
 optimizer: torch.optim.Optimizer = grassy.make_optimizer(model, "sgd", lr=0.1)
 loss = grassy.classification_loss(model, torch.randn(4, 8), torch.arange(4))
 assert_type(head, grassy.Head)

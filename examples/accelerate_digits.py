@@ -17,7 +17,7 @@ set_seed(0)
 x, y = load_digits(return_X_y=True)
 x, x_test, y, y_test = train_test_split(torch.tensor(x).float() / 16, torch.tensor(y), random_state=0)
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-grassy.replace_head(model, "grassmann", k=4, gamma="auto")
+grassy.replace_head(model)
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 optimizer = grassy.make_optimizer(model, "adamw", lr=3e-3, head_lr=0.1)

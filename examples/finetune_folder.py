@@ -49,7 +49,7 @@ folder = args.folder or make_folder(Path("photos"))
 labels = ImageFolder(folder).targets
 classes = ImageFolder(folder).classes
 model = timm.create_model(args.model, pretrained=args.pretrained, num_classes=len(classes))
-grassy.replace_head(model, "grassmann", k=8, standardize=True, normalize=False, gamma="auto")
+grassy.replace_head(model, k=8)
 optimizer = grassy.make_optimizer(model, "adamw", lr=1e-3, weight_decay=0.05)
 
 prepared = {**timm.data.resolve_model_data_config(model), "input_size": (3, args.img_size, args.img_size)}

@@ -17,7 +17,7 @@ class Digits(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-        grassy.replace_head(self.model, "grassmann", k=4, gamma="auto")
+        grassy.replace_head(self.model)
         self.average = grassy.AveragedModel(self.model, decay=0.95).requires_grad_(False)
 
     def training_step(self, batch, _):

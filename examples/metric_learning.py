@@ -21,7 +21,7 @@ class Network(nn.Module):
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
-        self.head = grassy.create_head("grassmann", 32, 10, k=4, gamma="auto")
+        self.head = grassy.create_head("subspaces", 32, 10)
 
     def forward(self, images):
         return self.head(self.body(images))

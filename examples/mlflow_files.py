@@ -21,7 +21,7 @@ torch.manual_seed(0)
 x, y = load_digits(return_X_y=True)
 x, y = torch.tensor(x).float() / 16, torch.tensor(y)
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-head = grassy.replace_head(model, "grassmann", k=4, gamma="auto")
+head = grassy.replace_head(model)
 optimizer = grassy.make_optimizer(model, "adamw", lr=3e-3, head_lr=0.1)
 
 mlflow.set_tracking_uri(Path("mlruns").absolute().as_uri())

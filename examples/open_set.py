@@ -19,7 +19,7 @@ from torch import nn
 import grassy
 
 HEADS = {
-    "subspaces": ("grassmann", {"k": 8, "standardize": True, "normalize": False, "gamma": "auto"}),
+    "subspaces": ("subspaces", {"k": 8}),
     "softmax": ("linear", {}),
     "standardised softmax": ("linear", {"standardize": True}),
 }

@@ -14,7 +14,7 @@ torch.manual_seed(0)
 x, y = load_digits(return_X_y=True)
 x, y = torch.tensor(x).float() / 16, torch.tensor(y)
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-grassy.replace_head(model, "grassmann", k=4, gamma="auto")
+grassy.replace_head(model)
 optimizer = grassy.make_optimizer(model, "adamw", lr=3e-3, head_lr=0.1)
 for _ in range(5):
     for rows in torch.randperm(len(x)).split(64):

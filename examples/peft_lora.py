@@ -21,7 +21,7 @@ config = transformers.BertConfig(
     max_position_embeddings=64, num_labels=4,
 )  # fmt: skip
 model = transformers.BertForSequenceClassification(config)  # here a pretrained one
-grassy.replace_head(model, "grassmann", k=4, gamma="auto")
+grassy.replace_head(model)
 lora = peft.LoraConfig(task_type="SEQ_CLS", r=16, lora_alpha=32, target_modules=["query", "value", "word_embeddings"])
 model = peft.get_peft_model(model, lora)
 optimizer = grassy.make_optimizer(model, "adamw", lr=1e-2, head_lr=0.1)

@@ -20,7 +20,7 @@ class Classifier(skorch.NeuralNetClassifier):
 
 def network(k=4):
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    grassy.replace_head(model, "grassmann", k=k, gamma="auto")
+    grassy.replace_head(model, k=k)
     return model
 
 

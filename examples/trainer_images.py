@@ -21,7 +21,7 @@ config = transformers.ViTConfig(
     image_size=8, patch_size=2, num_channels=1, num_labels=10,
 )  # fmt: skip
 model = transformers.ViTForImageClassification(config)
-grassy.replace_head(model, "grassmann", k=4, gamma="auto")
+grassy.replace_head(model)
 
 trainer = transformers.Trainer(
     model,

@@ -19,7 +19,7 @@ config = transformers.BertConfig(
     max_position_embeddings=64, id2label=dict(enumerate(MODULES)), label2id={m: i for i, m in enumerate(MODULES)},
 )  # fmt: skip
 model = transformers.BertForSequenceClassification(config)
-grassy.replace_head(model, "grassmann", k=4, gamma="auto")
+grassy.replace_head(model)
 
 
 def dataset(texts, labels):

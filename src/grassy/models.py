@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from grassy.spelling import nearest
-from grassy.surgery import find_classifiers, replace_head
+from grassy.surgery import replace_head
 from grassy.torchvision_import import import_torchvision
 
 #: Arguments of timm's factory functions that a user may pass. The others load weights, read files or wrap the model.
@@ -22,7 +22,6 @@ def create_model(
     num_classes: int,
     head: dict[str, Any],
     options: dict[str, Any],
-    k_share: float = 1.0,
     head_on_meta: bool = False,
 ) -> nn.Module:
     """Create a timm model with a head.
@@ -32,7 +31,6 @@ def create_model(
         num_classes: Number of classes C.
         head: Description of the head: its name under "name", and its options.
         options: Options of the model.
-        k_share: Largest ratio of k to the feature dimension N. Narrow models get a smaller k.
         head_on_meta: Create the head on the meta device, for `grassy.distributed.shard_head` to initialise. timm's own
             classifier then has one class, so that no memory for all classes is ever allocated.
 
@@ -53,9 +51,6 @@ def create_model(
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"model {name}: {reason}; check model_kwargs {options}") from error
     head_options = {key: value for key, value in head.items() if key != "name"}
-    if k_share < 1 and isinstance(head_options.get("k"), int):
-        most = max(1, int(k_share * min(_widths(model), default=head_options["k"] / k_share)))
-        head_options["k"] = min(head_options["k"], most)
     if head_on_meta:
         head_options |= {"num_classes": num_classes, "device": "meta"}
     replace_head(model, head.get("name", "linear"), **head_options)
@@ -67,12 +62,6 @@ def check_name(name: str) -> None:
     timm = import_timm()
     if not timm.is_model(name):
         raise ValueError(f"timm has no model {name!r}{nearest(name, timm.list_models())}")
-
-
-def _widths(model: nn.Module) -> list[int]:
-    """Return the feature dimension N of each classifier of a model."""
-    found = find_classifiers(model).values()
-    return [layer.weight.shape[1] for layer in found]  # type: ignore[union-attr, index, misc]
 
 
 def check_options(name: str, options: dict[str, Any]) -> None:

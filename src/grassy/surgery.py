@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from grassy.heads import Head, HeadOnMap, create_head, describe
+from grassy.heads import RECOMMENDED, Head, HeadOnMap, create_head, describe
 from grassy.spelling import nearest
 from grassy.subspaces import has_adapters
 
@@ -31,7 +31,11 @@ _ALLOWED = "an nn.Linear, a 1x1 convolution or a grassy head"
 
 
 def replace_head(
-    model: nn.Module, name: str, num_classes: int | None = None, classifier: str | None = None, **options: Any
+    model: nn.Module,
+    name: str = RECOMMENDED,
+    num_classes: int | None = None,
+    classifier: str | None = None,
+    **options: Any,
 ) -> Head:
     """Replace the classifier of a model by a new head, in place.
 
@@ -45,7 +49,8 @@ def replace_head(
 
     Args:
         model: A classifier of timm, torchvision or Hugging Face, or your own.
-        name: Name of the head, as in `create_head`.
+        name: Name of the head, as in `create_head`. The default is subspaces with `grassy.heads.recommended_options`,
+            those for texts if `model` is a transformers model that reads tokens.
         num_classes: Number of classes C. None keeps that of the classifier.
         classifier: Dotted name of the layer to replace, such as "backbone.fc". Needed if the search finds none or
             several.
@@ -62,7 +67,7 @@ def replace_head(
     Examples:
         >>> import torch, grassy
         >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
-        >>> head = grassy.replace_head(model, "grassmann", k=4)
+        >>> head = grassy.replace_head(model)
         >>> model[-1] is head, model(torch.randn(8, 32)).shape
         (True, torch.Size([8, 10]))
     """
@@ -77,6 +82,8 @@ def replace_head(
         )
     for path, layer in layers.items():
         _check_replaceable(model, path, layer)
+    if name == RECOMMENDED and getattr(model, "main_input_name", None) == "input_ids":
+        options = {"normalize": True, "standardize": False, **options}
     heads = [_head_like(layer, name, num_classes, options) for layer in layers.values()]
     for path, head in zip(layers, heads, strict=True):
         _check_that_nothing_follows(model, path, head)

@@ -114,7 +114,7 @@ def test_mlflow(run, tmp_path):
     pytest.importorskip("mlflow")
     found = run("mlflow_files")
     assert found["logged"].metrics["orthonormality_error"] < LIMIT
-    assert found["logged"].params["k"] == "4"
+    assert found["logged"].params["k"] == "16"
     assert list(tmp_path.glob("mlruns/**/artifacts/model.safetensors"))
 
 

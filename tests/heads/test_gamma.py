@@ -78,7 +78,7 @@ def test_auto_without_normalisation_takes_the_length_of_standardised_features_in
     x = 3 + 5 * torch.rand(4096, 64)  # whose length before standardising says nothing
     long, scaled = (float(each(x).square().mean().sqrt()) for each in (head, usual))
     assert long == pytest.approx(scaled, rel=0.2)  # logits of the same size
-    with pytest.raises(ValueError, match="known length: with normalize=False pass a number"):
+    with pytest.raises(ValueError, match="known length: normalize or standardize them, or pass gamma"):
         grassy.GrassmannHead(64, 10, k=4, gamma="auto", normalize=False)
 
 

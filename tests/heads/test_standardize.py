@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 
 import pytest
 import torch
@@ -110,14 +111,26 @@ def test_statistics_that_were_frozen_stay_frozen_after_scores():
     assert not head.batch_norm.training
 
 
-def test_one_feature_is_not_enough_to_train_on_and_the_error_says_so():
-    head = create_head("grassmann", N, C, k=3, standardize=True)
-    before = statistics(head)
-    for shape in ((), (1,), (1, 1), (0,)):
-        with pytest.raises(ValueError, match="needs at least two features in training"):
-            head(skewed(*shape))
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (0,)], ids=str)
+def test_a_training_batch_of_one_feature_uses_the_running_statistics_and_says_so(shape):
+    head = trained()
+    before, features = statistics(head), skewed(*shape)
+    with pytest.warns(UserWarning, match="one feature is standardised by running statistics"):
+        logits = head(features)
+    assert torch.allclose(logits, head.scores(features), atol=1e-5)
+    assert head.training
     assert unchanged(head, before)
-    assert head.eval()(skewed(1)).isfinite().all()
+
+
+def test_an_epoch_whose_last_batch_has_one_sample_trains_to_its_end():
+    head = create_head("subspaces", N, C)
+    optimizer = grassy.make_optimizer(head, "sgd", lr=0.1)
+    for rows in skewed(2 * B + 1).split(B):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if len(rows) == 1 else "error")
+            grassy.classification_loss(head, rows, torch.randint(C, (len(rows),))).backward()
+        optimizer.step()
+    assert head.weight.isfinite().all()
 
 
 @every_head

@@ -80,7 +80,8 @@ def test_a_recipe_takes_a_step(name, folder, tmp_path):
         backbone = next(iter(before))
         assert torch.equal(before[backbone], after[backbone]) == recipe.freeze
         subspaces = dict(named_subspaces(model))
-        assert bool(subspaces) == (recipe.head["name"] == "grassmann" and recipe.head.get("riemannian", True))
+        named = recipe.head["name"] in ("grassmann", "subspaces")
+        assert bool(subspaces) == (named and recipe.head.get("riemannian", True))
         groups = [group[MANIFOLD] for group in optimizer.param_groups]
         assert (GRASSMANN in groups) == bool(subspaces)
         assert all(torch.isfinite(value).all() for value in after.values() if value.is_floating_point())

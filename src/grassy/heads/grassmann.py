@@ -29,7 +29,8 @@ class GrassmannHead(PerClassHead):
     """Represents each class by a subspace: the logit l_c = γ‖W_c x‖/‖x‖ is large if x lies close to the subspace.
 
     The parameter `weight` (C, K, N) holds an orthonormal basis of each class subspace as rows. Train it with
-    `make_optimizer`, which uses `RiemannianSGD` for it. An ordinary optimizer takes it off the manifold.
+    `make_optimizer`, which uses `RiemannianSGD` for it. An ordinary optimizer takes it off the manifold. The defaults
+    are the paper's. `recommended_options` returns those that `replace_head` prefers.
 
     Args:
         in_features: Feature dimension N.
@@ -113,7 +114,9 @@ class GrassmannHead(PerClassHead):
             seen = num_classes if sample_correct else max(1, round(num_classes * sample))
             automatic = automatic_gamma(seen, dims, in_features, normalize, self.batch_norm is not None)
             if automatic is None:
-                raise ValueError("gamma='auto' needs features of a known length: with normalize=False pass a number")
+                raise ValueError(
+                    "gamma='auto' needs features of a known length: normalize or standardize them, or pass gamma"
+                )
             gamma = automatic
         if not 0 < number(gamma) < math.inf:
             raise ValueError(f"gamma must be positive or 'auto', got {gamma!r}")

@@ -5,13 +5,20 @@ normalisation they lie in a narrow cone, and the logits of all classes are large
 point in any direction.
 
 The module is a batch normalisation without scale and shift: (x − mean)/√(variance + 1e-5). It uses batch statistics in
-training and running averages in evaluation.
+training and running averages in evaluation. A training batch of one feature uses the running averages too, since the
+last batch of an epoch may be that small.
 """
 
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+TOO_FEW = (
+    "a training batch of one feature is standardised by running statistics. If all batches are that small, pass "
+    "standardize=False to the head"
+)
 
 
 def standardization(in_features: int, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.BatchNorm1d:
@@ -29,9 +36,9 @@ def standardized(batch_norm: nn.Module, features: Tensor) -> Tensor:
     rows = features.reshape(-1, features.shape[-1]).to(mean.dtype)
     alone = not isinstance(batch_norm, nn.SyncBatchNorm)  # which counts the features of all processes and checks itself
     if batch_norm.training and alone and len(rows) < 2:  # one feature has no variance, and none would store NaN
-        raise ValueError(
-            f"standardize=True needs at least two features in training to estimate mean and variance, got features "
-            f"of shape {tuple(features.shape)}: use larger batches (drop_last=True), or head.eval()"
-        )
+        if not torch.compiler.is_compiling():
+            warnings.warn(TOO_FEW, stacklevel=2)
+        variance: Any = batch_norm.running_var
+        return ((rows - mean) * (variance + batch_norm.eps).rsqrt()).reshape(features.shape)  # type: ignore[operator]
     standard: Tensor = batch_norm(rows)
     return standard.reshape(features.shape)

@@ -29,7 +29,6 @@ class Recipe:
     model: str = "resnet50d"  # any name timm knows
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     head: dict[str, Any] = field(default_factory=lambda: {"name": "linear"})  # name and options of the head
-    k_share: float = 1.0  # upper limit of head.k, relative to the feature dimension; a larger k is reduced
     num_classes: int | None = None  # None: the number of classes in the data
     drop_path: float = 0.0
     drop_before_head: bool = True  # False removes the model's own dropout in front of the classifier

@@ -98,6 +98,8 @@ def read_settings(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any
         raise ValueError(f"{place} must hold keys and values, not a {type(own).__name__}")
     if Path(place).name == ARGS and own.get("model_ema"):
         own.setdefault("model_ema_warmup", False)  # versions without this field trained without the warm-up
+    if Path(place).name == ARGS:
+        own.pop("k_share", None)  # limited head.k in earlier versions
     base = own.pop("base", None)
     settings = read_settings(_beside(base, place), (*seen, place)) if base else {}
     if base:

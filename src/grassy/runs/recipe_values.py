@@ -47,7 +47,7 @@ NONNEGATIVE: tuple[str, ...] = (
 )
 NONNEGATIVE += ("mixup", "cutmix", "color_jitter", "seed", "val_seed", "checkpoint_interval")
 PROBABILITIES = ("hflip", "reprob", "smoothing", "drop_path", "mixup_prob", "mixup_switch_prob")
-FACTORS = ("layer_decay", "decay_rate", "k_share")
+FACTORS = ("layer_decay", "decay_rate")
 #: Upper limits: a larger value is a typing error that would exhaust memory or time.
 MOST: dict[str, int] = {
     **dict.fromkeys(("epochs", "val_interval", "warmup_epochs", "aug_repeats"), 10**6),

@@ -39,7 +39,7 @@ def build_model(
         )
     options, on_meta = _model_options(recipe), divide is not None
     with fetching_weights(recipe.model) if options.get("pretrained") else contextlib.nullcontext():
-        model = create_model(recipe.model, num_classes, recipe.head, options, recipe.k_share, on_meta)
+        model = create_model(recipe.model, num_classes, recipe.head, options, on_meta)
     if options.get("pretrained"):
         say(f"starts from timm's pretrained weights for {recipe.model}; the classifier is new")
     if divide is not None:

@@ -14,7 +14,7 @@ from grassy.data.device_loader import ResidentLoader
 from grassy.data.run_data import Data, open_data
 from grassy.distributed import processes as distributed
 from grassy.distributed.processes import Process, everywhere
-from grassy.heads import GrassmannHead, heads_of
+from grassy.heads import RECOMMENDED, GrassmannHead, heads_of, recommended_options
 from grassy.optim import AveragedModel
 from grassy.precision import amp_dtype
 from grassy.runs import records
@@ -124,10 +124,11 @@ def build_trained(recipe: Recipe, data: Data, process: Process, captured: bool, 
         average = AveragedModel(model, recipe.model_ema_decay, **warmup)  # type: ignore[arg-type]
     found = [head for head in heads_of(model) if isinstance(head, GrassmannHead)]
     head = dict(recipe.head)
+    if head["name"] == RECOMMENDED:
+        head = {**head, "name": "grassmann"}
+        head |= {name: value for name, value in recommended_options(found[0].in_features).items() if name not in head}
     if head.get("gamma") == "auto":
         head["gamma"] = found[0].initial_gamma
-    if found and recipe.k_share < 1 and isinstance(head.get("k"), int):
-        head["k"] = found[0].weight.shape[1]
     return Trained(model, optimizer, Schedule(optimizer), average, head)
 
 

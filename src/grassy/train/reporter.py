@@ -57,10 +57,6 @@ class Reporter:
             f"{position.updates_per_epoch} updates of {data.batch_size} images per epoch, on {place}{many}, into "
             f"{self.run.output}"
         )
-        wanted, taken = recipe.head.get("k"), self.run.trained.head.get("k")
-        if isinstance(wanted, int) and isinstance(taken, int) and taken < wanted:
-            share = f"k_share={recipe.k_share:g} of the width of the features"
-            self.say(f"head.k={wanted} is reduced to {taken}, at most {share}; k_share=1 lifts this limit")
         updates = position.updates_per_epoch * recipe.epochs
         average = self.run.trained.average
         if average is not None and not average.use_warmup and (kept := recipe.model_ema_decay**updates) > 0.05:
