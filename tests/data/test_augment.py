@@ -13,6 +13,8 @@ from timm.data import auto_augment, create_transform
 
 from grassy.data.augment import MOVES, for_pixels
 from grassy.data.loader import seeded
+from grassy.data.transforms import train_transform
+from grassy.runs.recipe import Recipe
 
 FILL = (124, 116, 104)
 
@@ -61,6 +63,17 @@ def test_the_strongest_posterize_is_black_instead_of_an_error():
     operation = next(each for each in policy.ops if each.name == "PosterizeIncreasing")
     operation.magnitude, operation.magnitude_std, operation.prob = 10, 0, 1
     assert not operation(photo).any()
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "lanczos", "box", "hamming", "nearest"])
+@pytest.mark.parametrize("crop", ["resized", "padded", "none"])
+@pytest.mark.parametrize("policy", ["rand-m15-mstd0.5-inc1", "v0", "augmix-m10-w2"])
+def test_every_policy_crop_and_interpolation_survives_its_strongest_draws(policy, crop, interpolation):
+    photo = np.random.default_rng(0).integers(0, 256, (12, 20, 3), dtype=np.uint8)
+    transform = train_transform(Recipe(aa=policy, crop=crop, interpolation=interpolation, img_size=8))
+    for seed in range(150):
+        with seeded(seed):
+            assert transform(photo).shape == (3, 8, 8)
 
 
 def test_other_transforms_are_left_to_pillow():

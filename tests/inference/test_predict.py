@@ -17,6 +17,7 @@ from timm.data import create_transform, resolve_model_data_config
 
 from grassy.cli import main
 from grassy.heads import HEADS, heads_of
+from grassy.inference.export import export
 from grassy.inference.load import load
 from grassy.inference.predict import MANY, Prediction, find_images, predict, write_predictions
 from grassy.inference.validate import validate
@@ -63,9 +64,12 @@ def images(tmp_path):
 # ------------------------------------------------------------------------------------------------ the numbers
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_probabilities_are_the_softmax_of_the_model_on_what_timms_own_transform_gives(head, tmp_path):
-    checkpoint = write_checkpoint(tmp_path / "model.safetensors", head)
+CASES = [*((head, "center") for head in HEADS), ("grassmann", "squash"), ("grassmann", "border")]
+
+
+@pytest.mark.parametrize(("head", "crop_mode"), CASES)
+def test_probabilities_are_the_softmax_of_the_model_on_what_timms_own_transform_gives(head, crop_mode, tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "model.safetensors", head, crop_mode=crop_mode)
     modes = ("RGB", "L", "RGBA", "P", "CMYK")
     sizes = ((23, 31), (31, 23), (16, 16), (5, 90), (200, 120))
     files = [
@@ -368,3 +372,11 @@ def test_a_file_that_no_recipe_made_is_validated_as_it_is_predicted(tmp_path):
     expected = 100 * sum(name == file.parent.name for name, file in zip(predicted, files, strict=True)) / 5
     metrics = validate(checkpoint, tmp_path / "data", split="val", device="cpu", workers=0)
     assert (metrics.images, metrics.top1) == (5, pytest.approx(expected))
+
+
+def test_a_model_of_other_channels_loads_and_commands_say_that_they_read_rgb(images, tmp_path):
+    file = write_checkpoint(tmp_path / "grey.safetensors", options={**VIT, "in_chans": 1})
+    assert load(file)(torch.randn(2, 1, 16, 16)).shape == (2, 5)
+    for use in (lambda: list(predict(file, [images])), lambda: validate(file, None), lambda: export(file, "grey.onnx")):
+        with pytest.raises(ValueError, match=r"takes images of 1 channels, and grassy reads RGB images only"):
+            use()

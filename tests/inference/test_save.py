@@ -6,8 +6,9 @@ import torchvision
 from torch import nn
 
 import grassy
+from grassy.data.run_images import run_recipe
 from grassy.models import import_timm
-from grassy.runs.weights import read_description, read_weights
+from grassy.runs.weights import read_description, read_weights, weights_file
 
 timm = import_timm()
 C = 5
@@ -87,6 +88,19 @@ def test_a_file_that_could_not_be_loaded_is_not_written(prepared, words, tmp_pat
     with pytest.raises(ValueError, match=words):
         grassy.save(a_model(k=2), tmp_path / "model.safetensors", **prepared)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
+@pytest.mark.parametrize("place", ["model.safetensors", "folder"])
+def test_a_model_that_sees_the_whole_image_still_does_after_loading(crop_mode, place, tmp_path):
+    model = a_model(k=2)
+    model.pretrained_cfg["crop_mode"] = crop_mode  # "squash" is that of convnext_tiny.fb_in22k_ft_in1k_384
+    grassy.save(model, tmp_path / place)
+    assert read_description(weights_file(tmp_path / place)).crop_mode == crop_mode
+    again = timm.data.resolve_model_data_config(grassy.load(tmp_path / place))
+    assert again == {**timm.data.resolve_model_data_config(model), "input_size": again["input_size"]}
+    recipe = run_recipe(read_description(weights_file(tmp_path / place)))
+    assert recipe.crop_mode == crop_mode  # with which validate measures
 
 
 def test_a_crop_larger_than_the_image_is_kept_as_some_models_of_timm_have_it(tmp_path):

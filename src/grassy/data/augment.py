@@ -17,26 +17,50 @@ Operation = Callable[..., Any]
 
 def for_pixels(policy: Any) -> bool:
     """Let a policy of timm take arrays (H, W, 3) instead of Pillow's images. False if it is of another kind."""
+    from timm.data.auto_augment import AugMixAugment
+
     operations = _operations(policy)
+    for operation in operations:
+        _mend(operation)
+    if isinstance(policy, AugMixAugment):  # which blends Pillow's images itself
+        return False
     for operation in operations:
         operation.aug_fn = _of_pixels(operation.aug_fn)
     return bool(operations)
 
 
 def _operations(policy: Any) -> list[Any]:
-    from timm.data.auto_augment import AutoAugment, RandAugment
+    from timm.data.auto_augment import AugMixAugment, AutoAugment, RandAugment
 
-    if isinstance(policy, RandAugment):
+    if isinstance(policy, RandAugment | AugMixAugment):
         return list(policy.ops)
     return [each for pair in policy.policy for each in pair] if isinstance(policy, AutoAugment) else []
+
+
+def _mend(operation: Any) -> None:
+    """Replace what Pillow refuses: to posterize to no bits, and to shear or rotate by a filter for resizing."""
+    from PIL import Image
+
+    if operation.name.startswith("Posterize"):
+        operation.aug_fn = _posterize
+    resample = operation.kwargs["resample"]
+    affine = (Image.Resampling.NEAREST, Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)
+    if not isinstance(resample, tuple) and resample not in affine:
+        operation.kwargs["resample"] = Image.Resampling.BICUBIC
+
+
+def _posterize(image: Any, bits: int, **options: Any) -> Any:
+    """timm's, which is black where the strongest draw keeps no bits."""
+    from PIL import Image
+    from timm.data import auto_augment
+
+    return Image.new(image.mode, image.size) if bits < 1 else auto_augment.posterize(image, bits, **options)
 
 
 def _of_pixels(function: Operation) -> Operation:
     from PIL import Image
 
     def by_pillow(pixels: Pixels, *args: Any, **options: Any) -> Pixels:
-        if function.__name__ == "posterize" and args[0] < 1:
-            return np.zeros_like(pixels)  # the strongest draw keeps no bits, which Pillow 13 refuses
         return np.array(function(Image.fromarray(pixels), *args, **options))
 
     def by_lines(pixels: Pixels, amount: float, resample: Any, fillcolor: Any) -> Pixels:

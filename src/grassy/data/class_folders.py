@@ -19,7 +19,7 @@ from grassy.spelling import natural_key
 from grassy.torchvision_import import import_torchvision
 
 #: Suffixes of further formats that Pillow reads, beside timm's.
-MORE_SUFFIXES = {".avif", ".bmp", ".jfif", ".jp2", ".pgm", ".ppm", ".tif", ".tiff", ".webp"}
+MORE_SUFFIXES = {".avif", ".bmp", ".gif", ".jfif", ".jp2", ".pgm", ".ppm", ".tif", ".tiff", ".webp"}
 BLOCK = tarfile.BLOCKSIZE
 #: A tar may hold tars, one per class; deeper nesting is refused.
 MOST_TARS_WITHIN = 2

@@ -119,13 +119,14 @@ def _validation_loader(
     batch_size = recipe.val_batch_size or max(1, min(1000, recipe.batch_size))
     if isinstance(images, ArrayImages) and images.images.shape[1:3] == (size, size) and recipe.crop_pct == 1:
         return ResidentValidation(images, batch_size, process.device)
-    transform = eval_transform(size, recipe.crop_pct, recipe.interpolation)
+    transform = eval_transform(size, recipe.crop_pct, recipe.interpolation, recipe.crop_mode, recipe.mean)
     share = Share(process.rank, process.world_size)
     return ValidationLoader(images, transform, batch_size, share, recipe.workers, process.device, num_classes)
 
 
 def _validation_stream(recipe: Recipe, data_dir: Path | None, num_classes: int, process: Process) -> StreamValidation:
-    transform = eval_transform(recipe.test_size or recipe.img_size, recipe.crop_pct, recipe.interpolation)
+    size = recipe.test_size or recipe.img_size
+    transform = eval_transform(size, recipe.crop_pct, recipe.interpolation, recipe.crop_mode, recipe.mean)
     return StreamValidation(recipe, data_dir, transform, process.device, num_classes)
 
 

@@ -10,7 +10,7 @@ from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES
 from grassy.runs.recipe import Recipe, saved_recipe
 from grassy.runs.recipe_changes import with_changes
 from grassy.runs.records import read_split, remembered_data_dir
-from grassy.runs.weights import Description
+from grassy.runs.weights import PREPARATION, Description
 
 #: A folder with at least this share of the held-out images is the run's data, with some files missing.
 MOST = 0.5
@@ -29,7 +29,7 @@ class RunImages:
 
 def run_recipe(about: Description, split: str | None = None, dataset: str | None = None) -> Recipe:
     """The recipe saved with a model, or one built from its description, with another split or dataset if given."""
-    view = {name: getattr(about, name) for name in ("img_size", "crop_pct", "interpolation")}
+    view = {name: getattr(about, name) for name in ("img_size", *PREPARATION)}
     changes = {"val_split": split, "dataset": dataset}
     recipe = saved_recipe(about.recipe or view)
     return with_changes(recipe, {name: value for name, value in changes.items() if value is not None})

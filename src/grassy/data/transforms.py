@@ -4,7 +4,7 @@ Images arrive as RGB pixels (H, W, 3) of uint8 and leave as uint8 (3, H, W): a q
 normalised on the device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ def train_transform(recipe: Recipe) -> Transform:
     """Random crop, flip, policy and jitter. Erasing and mixing happen on batches: see `batch_transforms`."""
     import_torchvision()
     from timm.data import create_transform
+    from timm.data.transforms import MaybePILToTensor
     from torchvision import transforms
 
     options: dict[str, Any] = {
@@ -42,28 +43,34 @@ def train_transform(recipe: Recipe) -> Transform:
             raise
         raise ValueError(f"timm knows no augmentation aa={recipe.aa}: {error}") from None
     first, *others = whole.transforms
+    rest = transforms.Compose([_of_tensors(step) for step in others])
     if recipe.crop == "resized":
         if recipe.interpolation not in RESAMPLED_BY_TORCH:
-            return of_pixels(whole)
-        return CropTransform(first, transforms.Compose([_of_tensors(step) for step in others]))
+            return _in_turn(first, MaybePILToTensor(), rest)
+        return CropTransform(first, rest)
     # timm starts with the random resized crop; replace it by another crop.
     crop: list[Any] = _resizing(recipe.img_size, 1.0, recipe.interpolation).transforms[:-1]
     if recipe.crop == "padded":
         crop.append(transforms.RandomCrop(recipe.img_size, padding=recipe.padding))
-    return of_pixels(transforms.Compose(crop + others))
+    return _in_turn(*crop, MaybePILToTensor(), rest)
 
 
-def eval_transform(size: int, crop_pct: float, interpolation: str) -> Transform:
-    """Resize the short side to size / crop_pct and crop the centre, with Pillow, for the same accuracies as timm."""
-    return of_pixels(_resizing(size, crop_pct, interpolation))
+def eval_transform(
+    size: int, crop_pct: float, interpolation: str, crop_mode: str = "center", mean: Sequence[float] = (0, 0, 0)
+) -> Transform:
+    """Resize the short side to size / crop_pct and crop the centre, with Pillow, for the same accuracies as timm.
+
+    crop_mode: "squash" and "border" show the whole image, as timm does: distorted, or inside a border of `mean`.
+    """
+    return _in_turn(_resizing(size, crop_pct, interpolation, crop_mode, mean))
 
 
-def of_pixels(transform: Callable[[Any], Any]) -> Transform:
-    """The transform of Pillow's images as one of pixels."""
+def _in_turn(*steps: Callable[[Any], Any]) -> Transform:
+    """Steps of which the first takes an image of Pillow, as a transform of pixels."""
     import_torchvision()
     from torchvision import transforms
 
-    return transforms.Compose([_to_pillow, transform])  # type: ignore[no-any-return]
+    return transforms.Compose([_to_pillow, *steps])  # type: ignore[no-any-return]
 
 
 def _to_pillow(pixels: np.ndarray) -> Any:
@@ -72,11 +79,14 @@ def _to_pillow(pixels: np.ndarray) -> Any:
     return Image.fromarray(pixels)
 
 
-def _resizing(size: int, crop_pct: float, interpolation: str) -> Any:
+def _resizing(
+    size: int, crop_pct: float, interpolation: str, crop_mode: str = "center", mean: Sequence[float] = (0, 0, 0)
+) -> Any:
     import_torchvision()
     from timm.data import create_transform
 
-    return create_transform(size, crop_pct=crop_pct, interpolation=interpolation, use_prefetcher=True)
+    view: dict[str, Any] = {"crop_pct": crop_pct, "crop_mode": crop_mode, "interpolation": interpolation}
+    return create_transform(size, use_prefetcher=True, mean=mean, **view)
 
 
 #: torch resamples uint8 by integer arithmetic as Pillow does, in a third of the time.

@@ -19,7 +19,7 @@ from grassy.models import create_model, import_timm
 from grassy.runs.inert_pickle import read_tensors
 from grassy.runs.recipe import Recipe
 from grassy.runs.recipe_files import load_recipe, recipe_names
-from grassy.runs.weights import Description
+from grassy.runs.weights import PREPARATION, Description
 
 Tensors = dict[str, Tensor]
 CLASSES = 1000  # of ImageNet-1K
@@ -58,10 +58,7 @@ def import_checkpoint(path: Path, folder: Path, recipe_name: str | None = None) 
         model_kwargs=recipe.model_kwargs,
         class_names=_class_names(),
         img_size=recipe.test_size or recipe.img_size,
-        crop_pct=recipe.crop_pct,
-        interpolation=recipe.interpolation,
-        mean=recipe.mean,
-        std=recipe.std,
+        **{name: getattr(recipe, name) for name in PREPARATION},
         recipe=dataclasses.asdict(recipe),
     )
     write_timm_folder(model.eval(), description, folder)

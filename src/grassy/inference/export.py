@@ -21,7 +21,7 @@ from grassy.inference.load import load
 from grassy.inference.outliers import OutlierScores, can_be_exported
 from grassy.inference.save import publish
 from grassy.runs.hub import is_folder_of_hub
-from grassy.runs.weights import Description, read_description, weights_file
+from grassy.runs.weights import PREPARATION, Description, check_rgb, read_description, weights_file
 from grassy.spelling import nearest
 
 FORMATS = (".onnx", ".pt2")
@@ -31,7 +31,7 @@ TOLERANCE = 1e-3
 OUTPUTS = ["logits", "outlier_score"]
 #: The fields of the description that an exported file holds.
 DESCRIBED = (
-    *("model", "head", "num_classes", "class_names", "img_size", "crop_pct", "interpolation", "mean", "std"),
+    *("model", "head", "num_classes", "class_names", "img_size", *PREPARATION),
     *("outlier_threshold", "outlier_rate"),
 )
 
@@ -85,6 +85,7 @@ def export(
         raise ValueError(f"{output} is a folder: give the file to write")
     weights = weights_file(Path(checkpoint))
     description = read_description(weights)
+    check_rgb(description, weights)
     onnx = suffix == ".onnx"
     model = _Classifier(load(weights), onnx).eval()
     shapes = {"images": {0: torch.export.Dim("batch", min=1)} if batch == "dynamic" else None}

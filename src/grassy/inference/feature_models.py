@@ -15,7 +15,7 @@ from grassy.atomic import file_digest
 from grassy.inference.load import load
 from grassy.models import import_timm
 from grassy.runs.paper_row import paper_row
-from grassy.runs.weights import read_description, weights_file
+from grassy.runs.weights import PREPARATION, check_rgb, read_description, weights_file
 from grassy.spelling import nearest
 
 
@@ -48,14 +48,12 @@ def open_model(source: str, device: torch.device | str = "cpu", pretrained: bool
         return _from_torchvision(name, device, pretrained)
     path = weights_file(Path(source))
     about = read_description(path)
+    check_rgb(about, path)
     return FeatureModel(
         name=os.path.normpath(source),
         model=load(path, device),
         img_size=about.img_size,
-        crop_pct=about.crop_pct,
-        interpolation=about.interpolation,
-        mean=about.mean,
-        std=about.std,
+        **{name: getattr(about, name) for name in PREPARATION},
         fingerprint=file_digest(path),
         recipe={**about.recipe, "paper": paper_row(about)} if about.recipe else {},
     )

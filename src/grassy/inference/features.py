@@ -26,9 +26,8 @@ from grassy.data.batch_transforms import Preparation
 from grassy.data.class_folders import FolderImages
 from grassy.data.images import ArrayImages, Images, Joined, ReaderImages
 from grassy.data.loader import Failure, Share, ValidationLoader
-from grassy.data.transforms import Transform, of_pixels
+from grassy.data.transforms import Transform, eval_transform
 from grassy.inference.feature_models import FeatureModel
-from grassy.models import import_timm
 from grassy.surgery import find_classifiers
 from grassy.terminal import bar
 
@@ -125,14 +124,7 @@ def _batches(
 
 
 def _transform(source: FeatureModel) -> Transform:
-    transform = import_timm().data.create_transform(
-        source.img_size,
-        crop_pct=source.crop_pct,
-        crop_mode=source.crop_mode,
-        interpolation=source.interpolation,
-        use_prefetcher=True,
-    )
-    return of_pixels(transform)
+    return eval_transform(source.img_size, source.crop_pct, source.interpolation, source.crop_mode, source.mean)
 
 
 def _layers_to_watch(source: FeatureModel) -> dict[str, nn.Module]:

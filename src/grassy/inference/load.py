@@ -18,7 +18,7 @@ from grassy.heads.state import options_in
 from grassy.inference.hub import check_described_head, load_adapters, load_transformers
 from grassy.models import create_model
 from grassy.runs.hub import base_of_adapters, is_of_transformers, local_folder, read_config
-from grassy.runs.weights import Description, evaluated_kind, read_description, read_weights, weights_file
+from grassy.runs.weights import PREPARATION, Description, evaluated_kind, read_description, read_weights, weights_file
 
 #: The dtypes that weights may have.
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
@@ -66,10 +66,7 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn
         "model_kwargs": options,
         "num_classes": description.num_classes,
         "input_size": (3, description.img_size, description.img_size),
-        "crop_pct": description.crop_pct,
-        "interpolation": description.interpolation,
-        "mean": description.mean,
-        "std": description.std,
+        **{name: getattr(description, name) for name in PREPARATION},
         "label_names": description.class_names,
     }
     return model.eval().to(device)

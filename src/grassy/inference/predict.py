@@ -24,7 +24,7 @@ from grassy.distributed.processes import find_device
 from grassy.extras import needs
 from grassy.inference.load import load
 from grassy.inference.outliers import FEWEST, OutlierScores
-from grassy.runs.weights import Description, read_description, weights_file
+from grassy.runs.weights import Description, check_rgb, read_description, weights_file
 from grassy.spelling import nearest
 from grassy.terminal import bar, printable, spreadsheet_safe
 
@@ -103,8 +103,10 @@ def predict_files(
     chosen = device if isinstance(device, torch.device) else find_device(device or "auto")
     weights = weights_file(Path(checkpoint))
     description = read_description(weights)
+    check_rgb(description, weights)
     model = load(weights, chosen)
-    transform = eval_transform(description.img_size, description.crop_pct, description.interpolation)
+    view = (description.crop_pct, description.interpolation, description.crop_mode, description.mean)
+    transform = eval_transform(description.img_size, *view)
     if outlier_threshold is not None:
         description = dataclasses.replace(description, outlier_threshold=outlier_threshold)
     return _predictions(model, description, transform, files, topk, batch_size, chosen)

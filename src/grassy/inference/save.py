@@ -19,6 +19,7 @@ from grassy.inference.hub import (
     check_class_names,
     check_folder,
     is_transformers_model,
+    take_over_dtypes,
     write_timm_folder,
     write_transformers_folder,
 )
@@ -190,6 +191,7 @@ def _preparation(model: nn.Module) -> dict[str, Any]:
     return {
         "img_size": known["input_size"][-1],
         "crop_pct": known["crop_pct"],
+        "crop_mode": known["crop_mode"],
         "interpolation": known["interpolation"],
         "mean": tuple(known["mean"]),
         "std": tuple(known["std"]),
@@ -204,7 +206,7 @@ def _check_that_it_can_be_built_again(model: nn.Module, description: Description
         image = torch.randn(1, description.model_kwargs.get("in_chans", 3), description.img_size, description.img_size)
     weight = next(model.parameters())
     again, image = again.to(weight.device).eval(), image.to(weight.device, weight.dtype)
-    _take_over_dtypes(again, model)
+    take_over_dtypes(again, dict((*model.named_parameters(), *model.named_buffers())))
     try:
         again.load_state_dict(model.state_dict())
     except RuntimeError as error:
@@ -220,13 +222,6 @@ def _check_that_it_can_be_built_again(model: nn.Module, description: Description
         ) from None
     if found.shape != expected.shape or not torch.allclose(found, expected, rtol=0, atol=1e-3 * _size(expected)):
         raise ValueError(f"the model has other logits than timm's {description.model} with the same weights: {hint}")
-
-
-def _take_over_dtypes(again: nn.Module, model: nn.Module) -> None:
-    """Cast each parameter and buffer to the dtype of its counterpart: a head may be more precise than its backbone."""
-    dtypes = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    for name, tensor in (*again.named_parameters(), *again.named_buffers()):
-        tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
 
 
 def _size(logits: torch.Tensor) -> float:

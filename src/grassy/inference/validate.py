@@ -19,7 +19,7 @@ from grassy.runs.paper_row import paper_row
 from grassy.runs.recipe import Recipe
 from grassy.runs.recipe_changes import with_changes
 from grassy.runs.records import data_is_gone
-from grassy.runs.weights import read_description, weights_file
+from grassy.runs.weights import check_rgb, read_description, weights_file
 
 
 def validate(
@@ -50,6 +50,7 @@ def validate(
     """
     file = weights_file(checkpoint)
     description = read_description(file)
+    check_rgb(description, file)
     recipe = run_recipe(description, split, dataset)
     changes = {"val_batch_size": batch_size, "workers": workers}
     recipe = with_changes(recipe, {name: value for name, value in changes.items() if value is not None})

@@ -95,6 +95,6 @@ def timm_description(config: dict[str, Any]) -> dict[str, Any]:
         "model_kwargs": config.get("model_args", {}),
         "class_names": config.get("label_names"),
         "img_size": size[-1] if isinstance(size, list) and size else None,
-        **{name: pretrained.get(name) for name in ("crop_pct", "interpolation", "mean", "std")},
+        **{name: pretrained.get(name) for name in ("crop_pct", "crop_mode", "interpolation", "mean", "std")},
     }
     return {name: value for name, value in found.items() if value is not None}

@@ -43,10 +43,11 @@ class Recipe:
     val_split: str = "validation"
     val_fraction: float = 0.0  # share to hold out for validation, if the data has no split: a folder of class folders
     val_seed: int = 0  # seed of the held-out images, independent of `seed`
-    preparation: str = "recipe"  # "weights": take those of the next six fields that are not set from the weights
+    preparation: str = "recipe"  # "weights": take those of the next seven fields that are not set from the weights
     img_size: int = 224
     test_size: int | None = None  # None: as in training
     crop_pct: float = 0.875  # for testing, the short side is resized to test_size / crop_pct, then cropped
+    crop_mode: str = "center"  # for testing; "squash": distort the image to a square, "border": show all of it
     interpolation: str = "bilinear"
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from grassy.heads import check_head_options, create_head
-from grassy.runs.schema import INTERPOLATIONS, LEAST_CROP, MOST_CLASSES, MOST_CROP, MOST_PIXELS
+from grassy.runs.schema import CROP_MODES, INTERPOLATIONS, LEAST_CROP, MOST_CLASSES, MOST_CROP, MOST_PIXELS
 from grassy.spelling import nearest
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "remode": ("const", "rand", "pixel"),
     "preparation": ("recipe", "weights"),
     "interpolation": INTERPOLATIONS,
+    "crop_mode": CROP_MODES,
 }
 
 #: Prefixes of timm readers. timm would take any other name for a folder of images, and find no splits in it.

@@ -17,6 +17,7 @@ MOST_CLASSES = 10**8
 MOST_PIXELS = 4096  # side of a model's input image
 LEAST_CROP = 0.1  # bounds the size to which an image is resized: the crop's size divided by crop_pct
 MOST_CROP = 2  # beyond 1 the image gets a margin, as in some timm models (1.15)
+CROP_MODES = ("center", "squash", "border")  # timm's: crop the centre, distort, or show the whole image in a border
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
 #: timm options about the source of weights rather than the architecture.
@@ -195,6 +196,7 @@ DESCRIPTION: dict[str, Check] = {
     "class_names": or_none(list_of(text(10_000), 0, MOST_CLASSES)),
     "img_size": integer(1, MOST_PIXELS),
     "crop_pct": number(LEAST_CROP, MOST_CROP),
+    "crop_mode": one_of(*CROP_MODES),
     "interpolation": one_of(*INTERPOLATIONS),
     "mean": _colours(-1e6, 1e6),
     "std": _colours(1e-6, 1e6),

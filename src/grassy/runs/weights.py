@@ -27,6 +27,8 @@ BEST, LAST = "model_best.safetensors", "last.safetensors"
 #: The folder that replaces the best weights if they are sharded over processes. The last weights are in `SAVES`.
 BEST_SAVES = "model_best"
 
+#: The fields of a description, and of a recipe, that say how an image is prepared, beside its size.
+PREPARATION = ("crop_pct", "crop_mode", "interpolation", "mean", "std")
 #: Fields of a description that have another name in timm's config.
 CALLED_IN_CONFIG = {
     **{"model": "architecture", "head": hub.HEAD, "model_kwargs": "model_args"},
@@ -45,6 +47,7 @@ class Description:
     class_names: list[str] | None = None
     img_size: int = 224
     crop_pct: float = 0.875
+    crop_mode: str = "center"
     interpolation: str = "bilinear"
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
@@ -70,6 +73,16 @@ def save_weights(weights: nn.Module | Mapping[str, Tensor], description: Descrip
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
     data = save(tensors, metadata={"format": "pt", "grassy": text})
     write_atomically(path, lambda file: file.write(data))
+
+
+def check_rgb(description: Description, file: Path) -> None:
+    """Raise a ValueError if the model takes other images than the commands read."""
+    channels = description.model_kwargs.get("in_chans", 3)
+    if channels != 3:
+        raise ValueError(
+            f"{file} takes images of {channels} channels, and grassy reads RGB images only: use grassy.load(...) and "
+            "prepare the images yourself"
+        )
 
 
 def with_number_for_gamma(description: Description, model: nn.Module) -> Description:

@@ -22,7 +22,7 @@ from grassy.inference.outliers import RATE
 from grassy.runs.folder import RunFolder, check_same_run
 from grassy.runs.recipe_changes import with_changes
 from grassy.runs.state import SAVES, read_torch
-from grassy.runs.weights import BEST_SAVES, Description, description_text
+from grassy.runs.weights import BEST_SAVES, PREPARATION, Description, description_text
 from grassy.train.dividing import is_divided, may_grow_divided
 from grassy.train.run import Run
 from grassy.train.trouble import is_of_another_process, stop_if_not_finite
@@ -251,7 +251,7 @@ class Checkpoints:
         """The description of the weights, with the metrics of the last row."""
         recipe = self.run.recipe
         row = self.run.position.rows[-1] if self.run.position.rows else {}
-        same = ("model", "model_kwargs", "crop_pct", "interpolation", "mean", "std")
+        same = ("model", "model_kwargs", *PREPARATION)
         return Description(
             **{name: getattr(recipe, name) for name in same},
             num_classes=self.run.data.num_classes,

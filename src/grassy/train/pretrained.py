@@ -14,7 +14,7 @@ from typing import Any
 
 from grassy.models import import_timm
 from grassy.runs.schema import INTERPOLATIONS
-from grassy.runs.weights import read_description, weights_file
+from grassy.runs.weights import PREPARATION, read_description, weights_file
 
 #: Seconds to wait for a connection.
 PATIENCE = 4.0
@@ -55,12 +55,12 @@ def preparation_of_weights(settings: Mapping[str, Any]) -> dict[str, Any]:
     if given := settings.get("initial_checkpoint"):
         with contextlib.suppress(ValueError, OSError):  # weights without a description: use timm's config of the model
             about = read_description(weights_file(Path(given)))
-            return {name: getattr(about, name) for name in ("img_size", "crop_pct", "interpolation", "mean", "std")}
+            return {name: getattr(about, name) for name in ("img_size", *PREPARATION)}
     config = pretrained_config(str(settings.get("model", "")))
     if config is None:
         return {}
-    found = {name: config[name] for name in ("crop_pct", "mean", "std")} | {"img_size": config["input_size"][-1]}
-    return found | ({"interpolation": config["interpolation"]} if config["interpolation"] in INTERPOLATIONS else {})
+    found = {name: config[name] for name in PREPARATION} | {"img_size": config["input_size"][-1]}
+    return {name: value for name, value in found.items() if name != "interpolation" or value in INTERPOLATIONS}
 
 
 def answers(place: tuple[str, int]) -> bool:
