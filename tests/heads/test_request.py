@@ -65,6 +65,17 @@ def test_a_checkpointed_head_has_the_same_gradient(name, options, reentrant, who
     assert model.head.loss_request is None
 
 
+@both_kinds
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_sampled_head_that_would_draw_other_classes_again_is_refused(reentrant, whole):
+    model, (x, y) = Checkpointed(grassy.create_head("grassmann", N, C, k=2, sample=0.5)), batch()
+    grassy.classification_loss(model, x, y).backward()
+    model.reentrant, model.whole = reentrant, whole
+    loss = grassy.classification_loss(model, x, y)
+    with pytest.raises(ValueError, match=r"sample=0.5 draws other classes.*leave the head out"):
+        loss.backward()
+
+
 @every_head
 @both_kinds
 def test_each_of_two_batches_is_computed_again_with_its_own_target(name, options, reentrant):

@@ -180,11 +180,13 @@ def test_a_model_that_its_library_does_not_give_back_is_not_saved(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_head_keeps_its_precision_on_a_backbone_of_less(dtype, tmp_path):
     model = TRANSFORMERS["vit"]().to(torch.bfloat16)
-    grassy.replace_head(model, "grassmann", k=2, standardize=True, dtype=dtype)
+    head = grassy.replace_head(model, "grassmann", k=2, standardize=True, dtype=dtype)
+    head.prepare(torch.rand(9, head.in_features, dtype=dtype))  # statistics that bfloat16 cannot hold
     grassy.save(model.eval(), tmp_path / "model")
     again = grassy.load(tmp_path / "model")
-    assert {name: tensor.dtype for name, tensor in again.named_parameters()} == {
-        name: tensor.dtype for name, tensor in model.named_parameters()
-    }
+    for kind in ("named_parameters", "named_buffers"):
+        assert {name: tensor.dtype for name, tensor in getattr(again, kind)()} == {
+            name: tensor.dtype for name, tensor in getattr(model, kind)()
+        }
     x = torch.randn(2, 3, 32, 32, dtype=torch.bfloat16)
     assert torch.equal(again(x).logits, model(x).logits)

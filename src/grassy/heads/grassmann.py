@@ -13,7 +13,7 @@ from grassy.heads.base import HeadOptions, check_booleans, empty_parameter, eval
 from grassy.heads.cross_entropy import cross_entropy_options, one_loss
 from grassy.heads.gamma import automatic_gamma
 from grassy.heads.per_class import PerClassHead
-from grassy.heads.request import Criterion, LossRequest
+from grassy.heads.request import Criterion, LossRequest, recomputed
 from grassy.mixed_labels import MixedLabels
 from grassy.subspaces import REFUSE_ABOVE, REPAIR_ABOVE
 
@@ -254,6 +254,11 @@ class GrassmannHead(PerClassHead):
             raise ValueError(
                 f"sample={self.sample} in several processes needs the classes sharded over them: call "
                 "grassy.distributed.shard_head(model, mesh) first"
+            )
+        if not torch.compiler.is_compiling() and recomputed(self) is not None:
+            raise ValueError(
+                f"sample={self.sample} draws other classes when a checkpoint recomputes the head in the backward: "
+                "leave the head out of torch.utils.checkpoint"
             )
         update = self.draws.clone()
         self.draws += 1

@@ -26,7 +26,7 @@ from grassy.runs.recipe import DEFAULTS
 from grassy.runs.recipe_files import ARGS
 from grassy.runs.schema import check_head, fail
 from grassy.runs.state import SAVES, STATE
-from grassy.runs.weights import BEST, BEST_SAVES, LAST, Description, save_weights, with_number_for_gamma
+from grassy.runs.weights import BEST, BEST_SAVES, LAST, PREPARATION, Description, save_weights, with_number_for_gamma
 from grassy.surgery import replace_head
 from grassy.torchvision_import import import_torchvision
 
@@ -81,7 +81,7 @@ def _timm_config(model: nn.Module, about: Description) -> bytes:
         "architecture": about.model,
         "num_classes": about.num_classes,
         "input_size": (about.model_kwargs.get("in_chans", 3), about.img_size, about.img_size),
-        **{name: getattr(about, name) for name in ("crop_pct", "interpolation", "mean", "std")},
+        **{name: getattr(about, name) for name in PREPARATION},
     }
     # Keys that describe the architecture; keys about timm's own pretrained weights are dropped.
     kept = ("pool_size", "fixed_input_size", "min_input_size", "first_conv", "classifier")
@@ -192,9 +192,16 @@ def load_transformers(folder: Path) -> nn.Module:
     for path, each in model.named_modules():
         if isinstance(each, Head):
             state = each.state_dict() | _stored(folder, f"{path}.")
-            each.to(state["weight"].dtype).load_state_dict(state)
+            take_over_dtypes(each, state)
+            each.load_state_dict(state)
     loaded: nn.Module = model.eval()
     return loaded
+
+
+def take_over_dtypes(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Cast each parameter and buffer to the dtype of its counterpart: a head may be more precise than its backbone."""
+    for name, own in (*module.named_parameters(), *module.named_buffers()):
+        own.data = own.data.to(tensors[name].dtype if name in tensors else own.dtype)
 
 
 def _stored(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
