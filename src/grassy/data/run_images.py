@@ -1,6 +1,5 @@
 """The images to measure a saved model on: those that its run held out."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from grassy.data.class_folders import FolderImages
@@ -18,15 +17,6 @@ MOST = 0.5
 ALMOST_NONE = 0.1
 
 
-@dataclass(frozen=True)
-class RunImages:
-    """Labelled images with the model's class indices, their location, and messages to the user."""
-
-    images: Images
-    data_dir: Path | None
-    notes: list[str] = field(default_factory=list)
-
-
 def run_recipe(about: Description, split: str | None = None, dataset: str | None = None) -> Recipe:
     """The recipe saved with a model, or one built from its description, with another split or dataset if given."""
     view = {name: getattr(about, name) for name in ("img_size", *PREPARATION)}
@@ -42,8 +32,11 @@ def data_dir_of(file: Path, recipe: Recipe, data_dir: Path | None, dataset: str 
     return remembered_data_dir(file.parent)
 
 
-def run_images(file: Path, about: Description, recipe: Recipe, data_dir: Path | None) -> RunImages:
-    """The split `recipe.val_split` of the data of the run with the weights `file`."""
+def run_images(file: Path, about: Description, recipe: Recipe, data_dir: Path | None) -> tuple[Images, list[str]]:
+    """The split `recipe.val_split` of the data of the run with the weights `file`, and messages to the user.
+
+    Labels are the class indices of the model.
+    """
     place = set_to_split(recipe, data_dir)
     notes: list[str] = []
     if place is None:
@@ -52,7 +45,7 @@ def run_images(file: Path, about: Description, recipe: Recipe, data_dir: Path | 
         images = _part(file, about, recipe, place, notes)
     check_order(images, about, file)
     check_labels(images, about.num_classes, f"split {recipe.val_split}")
-    return RunImages(images, data_dir, notes)
+    return images, notes
 
 
 def check_order(images: Images, about: Description, file: Path) -> None:

@@ -3,14 +3,13 @@
 The other three digits show what the features are worth for classes that were never trained.
 """
 
-import contextlib
 import functools
 import json
 import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from grassy._version import __version__
 from grassy.analysis import variability
 from grassy.atomic import write_atomically
+from grassy.data.loader import one_thread
 from grassy.demo.measures import Difference, Labelled, difference, few_shot, kept, strongest_direction, style
 from grassy.demo.page import page_run, write_demo_page
 from grassy.demo.spread import Spread, spread_of
@@ -94,7 +94,7 @@ def run(output: Path, settings: Settings = FULL) -> dict[str, Any]:
     console, start = Console(markup=False, emoji=False, highlight=False), time.perf_counter()
     console.print(f"{len(HEADS)} heads x {settings.seeds} seeds on 8x8 digits, 7 classes trained and 3 never seen.")
     runs, pages, spreads = [], [], dict[str, list[Spread]]()
-    with _single_thread(), bar("", len(HEADS) * settings.seeds * settings.epochs) as advance:
+    with one_thread(), bar("", len(HEADS) * settings.seeds * settings.epochs) as advance:
         for seed in range(settings.seeds):
             split = split_digits(seed)
             names = [str(digit) for digit in range(10) if digit not in split.held_out]
@@ -326,17 +326,6 @@ def caption(result: dict[str, Any], standardised: str) -> str:
 def _note(losses: list[float], advance: Callable[..., None], what: str, loss: float) -> None:
     losses.append(loss)
     advance(text=f"{what}, loss {loss:.3f}")
-
-
-@contextlib.contextmanager
-def _single_thread() -> Iterator[None]:
-    """Layers this small gain nothing from a second thread, and on a busy machine they wait for it, often for long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _make_writable(folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from grassy.heads.base import HeadOptions, drawn_like_linear, empty_parameter, init_like_linear, number, positive
+from grassy.heads.base import HeadOptions, empty_parameter, init_like_linear, number, positive
 from grassy.heads.cosine import cosines_of_units
 from grassy.heads.per_class import PerClassHead
 from grassy.kernels import unit
@@ -65,11 +65,6 @@ class ArcFaceHead(PerClassHead):
         if self.training and target is not None:
             cosine = with_margin(cosine, target, self.margin)
         return self.scale * cosine
-
-    def draw_classes(self, name: str, first: int, count: int, generator: torch.Generator) -> Tensor:
-        centers = self.weight.shape[1:-1].numel()
-        drawn = drawn_like_linear(count * centers, self.in_features, generator)
-        return drawn.reshape(count, *self.weight.shape[1:])
 
     def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
         if self.training and target is None and not torch.compiler.is_compiling():

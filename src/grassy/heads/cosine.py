@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from grassy.heads.base import (
     HeadOptions,
     check_booleans,
-    drawn_like_linear,
     empty_parameter,
     init_like_linear,
     linear,
@@ -75,9 +74,6 @@ class CosineHead(PerClassHead):
     def class_logits(self, rows: Tensor, target: Tensor | None, *params: Tensor) -> Tensor:
         cosine = cosines_of_units(rows, *params)
         return cosine if isinstance(self.scale, nn.Parameter) else self.scale * cosine
-
-    def draw_classes(self, name: str, first: int, count: int, generator: torch.Generator) -> Tensor:
-        return drawn_like_linear(count, self.in_features, generator)
 
     @property
     def options(self) -> dict[str, Any]:

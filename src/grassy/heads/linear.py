@@ -5,7 +5,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from grassy.heads.base import HeadOptions, check_booleans, drawn_like_linear, empty_parameter, init_like_linear, linear
+from grassy.heads.base import HeadOptions, check_booleans, empty_parameter, init_like_linear, linear
 from grassy.heads.per_class import PerClassHead
 
 
@@ -60,4 +60,4 @@ class LinearHead(PerClassHead):
     def draw_classes(self, name: str, first: int, count: int, generator: torch.Generator) -> Tensor:
         if name == "bias":
             return torch.zeros(count, device=generator.device)
-        return drawn_like_linear(count, self.in_features, generator)
+        return super().draw_classes(name, first, count, generator)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from grassy import shards
-from grassy.heads.base import Head, evaluating, positive_integer
+from grassy.heads.base import Head, drawn_like_linear, evaluating, positive_integer
 from grassy.heads.cross_entropy import cross_entropy_options, one_loss
 from grassy.heads.request import Criterion, LossRequest
 from grassy.kernels import (
@@ -23,9 +23,9 @@ from grassy.mixed_labels import MixedLabels
 class PerClassHead(Head):
     """Base class of heads in which the logit of a class depends only on the feature and that class's parameters.
 
-    A subclass defines `rows`, `class_logits` and `draw_classes` in place of `logits`. After
-    `grassy.distributed.shard_head` each process holds the parameters of some classes. Then all processes must call the
-    head together, each with the same number of features.
+    A subclass defines `rows` and `class_logits` in place of `logits`, and `draw_classes` if it starts from other values
+    than a linear layer. After `grassy.distributed.shard_head` each process holds the parameters of some classes. Then
+    all processes must call the head together, each with the same number of features.
     """
 
     #: Names of the parameters (C, ...) with one row per class.
@@ -47,8 +47,13 @@ class PerClassHead(Head):
         raise NotImplementedError(f"{type(self).__name__} must define class_logits(rows, target, *params)")
 
     def draw_classes(self, name: str, first: int, count: int, generator: torch.Generator) -> Tensor:
-        """Return initial values (count, ...) of the parameter `name` for the classes from `first` on."""
-        raise NotImplementedError(f"{type(self).__name__} must define draw_classes(name, first, count, generator)")
+        """Return initial values (count, ...) of the parameter `name` for the classes from `first` on.
+
+        By default they are vectors (..., N), drawn as those of `nn.Linear`.
+        """
+        shape = self.get_parameter(name).shape[1:]
+        drawn = drawn_like_linear(count * shape[:-1].numel(), self.in_features, generator)
+        return drawn.reshape(count, *shape)
 
     @property
     def shard(self) -> shards.Shard:

@@ -133,16 +133,11 @@ def convert(state: Mapping[str, Tensor], classes: int = CLASSES) -> Converted:
 
 
 def _renamed(body: Mapping[str, Tensor], *patterns: tuple[str, str]) -> Tensors:
-    """Rename tensors: replace the first pattern that matches a name; other names stay."""
-    renamed = {}
-    for name, tensor in body.items():
-        for pattern, replacement in patterns:
-            new, times = re.subn(pattern, replacement, name)
-            if times:
-                name = new
-                break
-        renamed[name] = tensor
-    return renamed
+    """Rename tensors: replace each pattern in turn."""
+    names = {name: name for name in body}
+    for pattern, replacement in patterns:
+        names = {name: re.sub(pattern, replacement, new) for name, new in names.items()}
+    return {names[name]: tensor for name, tensor in body.items()}
 
 
 def _resnet_d(body: Tensors) -> Tensors:
@@ -200,11 +195,16 @@ def _swin(body: Tensors) -> Tensors:
             kept[name] = _merged_as_timm_does(tensor)
     last = max(int(name.split(".")[1]) for name in kept if name.startswith("stages."))
     downsamplings = [(rf"^stages\.{stage}\.downsample\.", f"layers.{stage + 1}.downsample.") for stage in range(last)]
-    renamed = _renamed(kept, (r"\.attn\.w_msa\.", ".attn."), (r"\.ffn\.layers\.0\.0\.", ".mlp.fc1."))
-    renamed = _renamed(
-        renamed, (r"\.ffn\.layers\.1\.", ".mlp.fc2."), (r"^patch_embed\.projection\.", "patch_embed.proj.")
+    return _renamed(
+        kept,
+        (r"\.attn\.w_msa\.", ".attn."),
+        (r"\.ffn\.layers\.0\.0\.", ".mlp.fc1."),
+        (r"\.ffn\.layers\.1\.", ".mlp.fc2."),
+        *downsamplings,
+        (r"^stages\.", "layers."),
+        (rf"^norm{last}\.", "norm."),
+        (r"^patch_embed\.projection\.", "patch_embed.proj."),
     )
-    return _renamed(renamed, *downsamplings, (r"^stages\.", "layers."), (rf"^norm{last}\.", "norm."))
 
 
 def _merged_as_timm_does(tensor: Tensor) -> Tensor:
@@ -222,7 +222,15 @@ def _deit3(body: Tensors) -> Tensors:
     seconds = {name: tensor for name, tensor in body.items() if re.match(r"layers\.\d+\.ln2\.", name)}
     if all(bool((tensor == float(name.endswith("weight"))).all()) for name, tensor in seconds.items()):
         body = {**body, **{name: body[name.replace(".ln2.", ".ln1.")] for name in seconds}}
-    renamed = _renamed(body, (r"\.attn\.gamma1\.weight$", ".ls1.gamma"), (r"\.ffn\.gamma2\.weight$", ".ls2.gamma"))
-    renamed = _renamed(renamed, (r"\.ffn\.layers\.0\.0\.", ".mlp.fc1."), (r"\.ffn\.layers\.1\.", ".mlp.fc2."))
-    renamed = _renamed(renamed, (r"\.ln1\.", ".norm1."), (r"\.ln2\.", ".norm2."), (r"^ln1\.", "norm."))
-    return _renamed(renamed, (r"^patch_embed\.projection\.", "patch_embed.proj."), (r"^layers\.", "blocks."))
+    return _renamed(
+        body,
+        (r"\.attn\.gamma1\.weight$", ".ls1.gamma"),
+        (r"\.ffn\.gamma2\.weight$", ".ls2.gamma"),
+        (r"\.ffn\.layers\.0\.0\.", ".mlp.fc1."),
+        (r"\.ffn\.layers\.1\.", ".mlp.fc2."),
+        (r"\.ln1\.", ".norm1."),
+        (r"\.ln2\.", ".norm2."),
+        (r"^ln1\.", "norm."),
+        (r"^patch_embed\.projection\.", "patch_embed.proj."),
+        (r"^layers\.", "blocks."),
+    )

@@ -8,6 +8,7 @@ import torch
 
 from grassy import paper
 from grassy.data.batch_transforms import Preparation
+from grassy.data.images import Images
 from grassy.data.run_data import open_validation
 from grassy.data.run_images import data_dir_of, run_images, run_recipe
 from grassy.data.stream_loader import STREAMS
@@ -58,10 +59,10 @@ def validate(
     if given is None and data_dir is not None and in_files(recipe) and not data_dir.exists():
         raise ValueError(data_is_gone(data_dir))
     with distributed.joined(device) as process:
-        found = None
+        images: Images | None = None
+        notes: list[str] = []
         if not recipe.dataset.startswith(STREAMS):
-            found = run_images(file, description, recipe, data_dir)
-        images = None if found is None else found.images
+            images, notes = run_images(file, description, recipe, data_dir)
         batches, sharded = open_validation(recipe, data_dir, images, description.num_classes, process)
         divided = file.is_dir() and process.world_size > 1
         model = load_divided(file, process.device) if divided else load(file, process.device)
@@ -75,7 +76,7 @@ def validate(
             ) from None
     if not process.is_main:
         return None
-    for note in found.notes if found is not None else ():
+    for note in notes:
         print(note, file=sys.stderr)
     for failure in failures:
         print(f"cannot read {failure.name}: {failure.reason}", file=sys.stderr)

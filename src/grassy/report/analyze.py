@@ -216,7 +216,7 @@ def open_split(
         raise ValueError(f"{recipe.dataset} is a stream, which cannot be analyzed: give another --dataset")
     if data_dir is None and split is None and dataset is None and recipe.dataset != "digits":
         return None, recipe
-    return run_images(file or Path("the file"), about, recipe, data_dir).images, recipe
+    return run_images(file or Path("the file"), about, recipe, data_dir)[0], recipe
 
 
 def read_analysis(path: Path) -> dict[str, Any]:

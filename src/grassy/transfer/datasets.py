@@ -135,7 +135,7 @@ def _of_run(folder: Path) -> tuple[str, Images, Images]:
         recipe = run_recipe(about)
         data_dir = data_dir_of(file, recipe, None)
         train, test = (
-            run_images(file, about, with_changes(recipe, {"val_split": part}), data_dir).images
+            run_images(file, about, with_changes(recipe, {"val_split": part}), data_dir)[0]
             for part in (recipe.train_split, recipe.val_split)
         )
     except (ValueError, OSError) as error:
@@ -160,14 +160,7 @@ def _from_readers(name: str, data_dir: Path | None) -> tuple[Images, Images]:
         train, test = (open_images(name, data_dir, split) for split in ("train", "validation"))
     except (ValueError, OSError, ImportError) as error:
         raise MissingData(f"{name}: {' '.join(str(error).split())}") from None
-    return _with_names(train), _with_names(test)
-
-
-def _with_names(images: Images) -> Images:
-    """Give the images of a torchvision dataset their file names, from which changes are detected."""
-    if isinstance(images, ReaderImages) and images.reader is None:
-        return FileImages(images.dataset, images.where)
-    return images
+    return train, test
 
 
 def _torchvision(name: str, data_dir: Path) -> tuple[Images, Images]:

@@ -12,10 +12,8 @@ const GROUPS = [
 
 function showMetrics() {
   const about = new Map(data.scalars.map((scalar) => [scalar.key, scalar]));
-  const known = GROUPS.flatMap(([, keys]) => keys);
-  const groups = [...GROUPS, ["Others", data.scalars.map(({ key }) => key).filter((key) => !known.includes(key)), ""]];
   const names = allRuns.map((run) => element("th", { scope: "col", role: "columnheader" }, ...runLabel(run.index)));
-  const bodies = groups.map(([title, keys, reading]) => {
+  const bodies = GROUPS.map(([title, keys, reading]) => {
     const rows = keys.filter((key) => about.has(key)).map((key) => measureRow(about.get(key))).filter(Boolean);
     return rows.length ? element("tbody", { role: "rowgroup" }, element("tr", { role: "row", className: "group" },
       element("th", { scope: "rowgroup", role: "rowheader", colSpan: 1 + allRuns.length }, title, element("small", {}, reading))), ...rows) : null;
