@@ -21,6 +21,8 @@ SHARES = (
     ("tests/train/test_training_on_gpu.py", ""),
     ("tests/kernels/test_cuda_head.py", ""),
     ("tests/benchmarks/test_gpu_benchmarks.py", "on_a_gpu"),
+    ("tests/data/test_images.py", "goes_to_the_device"),
+    ("tests/kernels/test_large_offsets.py", ""),
 )
 OUTCOMES = ("passed", "failed", "error", "skipped")
 

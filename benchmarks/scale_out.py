@@ -201,10 +201,11 @@ def main() -> None:
         ratio = f", {found['ratio']:.2f} times the work alone" if found["ratio"] else ""
         print(
             f"{case}: {1e3 * found['sharded']['seconds']:.1f} ms{ratio}, peak {found['sharded']['peak GiB']:.2f} GiB, "
-            f"{len(found['collectives'])} collectives, {found['bytes'] / 1e6:.2f} MB sent"
+            f"{len(found['collectives'])} collectives, {found['bytes'] / 1e6:.2f} MB sent",
+            flush=True,
         )
-    if arguments.output:
-        save({**machine(arguments.device), "cases": results}, arguments.output)
+        if arguments.output:
+            save({**machine(arguments.device), "cases": results}, arguments.output)
 
 
 if __name__ == "__main__":
