@@ -78,7 +78,9 @@ def sharded_subspace_cross_entropy(
         sample = drawn(labels, shard, sampling)
         places, sampled_from = places_of(labels, shard, sample), sample.positives
         shift = -math.log(sampling.rate) if sampling.correct else 0.0
-        weight = applied(TakeClasses, weight, sample.places, (sampling.parameter,))
+        # The parameter gets its gradient from TakeClasses. Through `to_local`, torch before 2.13 would add zeros to it.
+        apart = weight.detach().requires_grad_(weight.requires_grad)
+        weight = applied(TakeClasses, apart, sample.places, (sampling.parameter,))
     chosen = dispatch.choose_loss(impl, flat, weight, labels, 1.0)
     if chosen == "reference":
         shifts = weight.new_zeros(weight.shape[0])
