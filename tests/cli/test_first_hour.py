@@ -13,7 +13,8 @@ from grassy.cli import main
 from grassy.data.run_data import open_data
 from grassy.distributed.processes import Process
 from grassy.inference.load import load
-from grassy.runs.recipe_files import load_recipe
+from grassy.runs.recipe_files import FINETUNED, load_recipe
+from grassy.runs.state import STATE, read_torch, write_torch
 from grassy.runs.weights import BEST, read_description
 from grassy.train import loop, pretrained
 from grassy.train.pretrained import preparation_of_weights
@@ -192,6 +193,26 @@ def test_random_weights_get_a_higher_learning_rate_unless_the_user_gives_one(pho
     main(["train", "finetune", "model=resnet10t", "--data-dir", "all", *words])
     assert recipes[0].lr == lr
     assert not recipes[0].pretrained
+
+
+def test_a_narrow_run_of_an_earlier_version_is_resumed_with_its_k_and_its_crop(photos, capsys):
+    small = [f"model={TINY['model']}", *(f"model_kwargs.{key}={value}" for key, value in TINY["model_kwargs"].items())]
+    words = ["train", "finetune", *small, "img_size=8", "workers=0", "--from-scratch", "--data-dir", "all"]
+    assert main([*words, "--epochs", "1"]) == 0
+    args = photos.parent / "runs" / "finetune" / "args.yaml"
+    settings = yaml.safe_load(args.read_text())
+    assert settings.pop("crop_mode") == "center"
+    earlier = {**settings, "head": dict(FINETUNED), "k_share": 0.25}
+    args.write_text(yaml.safe_dump(earlier))
+    state = read_torch(args.parent / STATE)
+    state["recipe"] = {name: value for name, value in {**state["recipe"], **earlier}.items() if name != "crop_mode"}
+    write_torch(state, args.parent / STATE)
+    assert main(["train", "--resume", "runs/finetune", "--epochs", "2"]) == 0
+    assert load_recipe(args.parent).head == {"name": "subspaces"}
+    Path("own.yaml").write_text("base: finetune\nk_share: 0.5\n")
+    capsys.readouterr()
+    assert main(["train", "own.yaml", "--data-dir", "all"]) == 2
+    assert "own.yaml: k_share is gone: give head.k, or head.name=subspaces" in capsys.readouterr().err
 
 
 def test_a_narrow_model_has_a_smaller_k_unless_it_is_given(photos):

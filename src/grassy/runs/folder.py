@@ -12,6 +12,7 @@ from torch import Tensor
 from grassy.atomic import remove_torn_files, write_atomically
 from grassy.distributed.saves import MANIFEST, PART, newest
 from grassy.runs.recipe import Recipe
+from grassy.runs.recipe_files import of_this_version
 from grassy.runs.state import STATE, state_in, write_torch
 from grassy.runs.weights import BEST, BEST_SAVES, LAST, Description, save_weights
 
@@ -133,7 +134,7 @@ def check_same_run(
     path: Path,
 ) -> None:
     """Raise a ValueError if a saved state belongs to another recipe, another number of images or other classes."""
-    old, new = saved.get("recipe", {}), {**recipe.to_dict(), "direction": "gradient"}
+    old, new = of_this_version(saved.get("recipe", {})), {**recipe.to_dict(), "direction": "gradient"}
     for name in new:
         if name not in FREE and name in old and old[name] != new[name]:
             raise ValueError(

@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from grassy.heads import RECOMMENDED
 from grassy.models import import_timm
 from grassy.runs.recipe import Recipe
 from grassy.runs.recipe_changes import merged, schedule_follows, still_described
@@ -18,6 +19,8 @@ from grassy.spelling import natural_key, nearest
 
 #: The recipe of a run, in its folder.
 ARGS = "args.yaml"
+#: The head of the recipe `finetune` in earlier versions, whose k a field `k_share` of 0.25 limited.
+FINETUNED = {"name": "grassmann", "k": 32, "gamma": "auto", "standardize": True, "normalize": False}
 #: Longest allowed chain of bases.
 MOST_BASES = 20
 
@@ -96,10 +99,10 @@ def read_settings(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any
     own = parse_yaml(text, place) or {}
     if not isinstance(own, dict):
         raise ValueError(f"{place} must hold keys and values, not a {type(own).__name__}")
-    if Path(place).name == ARGS and own.get("model_ema"):
-        own.setdefault("model_ema_warmup", False)  # versions without this field trained without the warm-up
+    if "k_share" in own and Path(place).name != ARGS:
+        raise ValueError(f"{place}: k_share is gone: give head.k, or head.name=subspaces, which limits its own k")
     if Path(place).name == ARGS:
-        own.pop("k_share", None)  # limited head.k in earlier versions
+        own = of_this_version(own)
     base = own.pop("base", None)
     settings = read_settings(_beside(base, place), (*seen, place)) if base else {}
     if base:
@@ -109,6 +112,16 @@ def read_settings(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any
         return schedule_follows(settings, merged(settings, own), own)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{place}: {error}") from None
+
+
+def of_this_version(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a run of an earlier version saved, with today's fields: they mean what they meant then."""
+    settings = {"crop_mode": "center", **saved}
+    if settings.get("model_ema"):
+        settings.setdefault("model_ema_warmup", False)
+    if settings.pop("k_share", 1.0) < 1 and settings.get("head") == FINETUNED:
+        settings["head"] = {"name": RECOMMENDED}  # which reduces k for narrow features in the same way
+    return settings
 
 
 def recipe_names() -> list[str]:
