@@ -24,6 +24,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "subspaces, normalised": ("subspaces", {"normalize": True, "standardize": False}),
     "subspaces, k = 4, normalised": ("subspaces", {"k": 4, "normalize": True, "standardize": False}),
     "subspaces, standardised": ("subspaces", {"normalize": False, "standardize": True}),
+    "subspaces, standardised and normalised": ("subspaces", {"normalize": True, "standardize": True}),
     "subspaces, k = 4, standardised": ("subspaces", {"k": 4, "normalize": False, "standardize": True}),
 }
 BATCH, LENGTH = 32, 64

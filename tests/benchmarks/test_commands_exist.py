@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import grassy
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -29,3 +31,18 @@ def test_the_benchmark_of_texts_runs(tmp_path):
     found = json.loads(output.read_text())["accuracy"]
     assert found["linear"][0]["train"] > 50  # of four classes
     assert set(found) >= {"subspaces, normalised", "subspaces, standardised"}
+
+
+def test_the_page_on_heads_has_the_recorded_accuracies_on_texts():
+    found = json.loads((ROOT / "benchmarks" / "results" / "text_heads_cpu.json").read_text())["accuracy"]
+    means = [
+        round(sum(run["test"] for run in found[name]) / len(found[name]))
+        for name in ("subspaces, standardised", "subspaces, normalised", "linear")
+    ]
+    text = " ".join((ROOT / "docs" / "heads.md").read_text().split())
+    standardised, normalised, linear = means
+    assert (
+        f"five seeds, reached {standardised} % with standardised features, {normalised} % with normalised ones, and "
+        f"{linear} % with a linear layer"
+    ) in text
+    assert f"cost a small BERT {linear - standardised} of {linear} points" in grassy.heads.recommended_options.__doc__

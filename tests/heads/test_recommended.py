@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -26,6 +27,10 @@ def test_replace_head_without_further_words_uses_the_recommended_options():
     assert head.batch_norm is not None
     assert not head.normalize
     assert head.gamma == pytest.approx(recommended_gamma(10, 32, 256) / 16, rel=1e-3)
+
+
+def test_the_width_may_be_an_integer_of_numpy():
+    assert describe(create_head("subspaces", np.int64(64), 10)) == describe(create_head("subspaces", 64, 10))
 
 
 @pytest.mark.parametrize(("width", "k"), [(1, 1), (3, 1), (16, 4), (127, 31), (128, 32), (4096, 32)])

@@ -115,7 +115,7 @@ def test_statistics_that_were_frozen_stay_frozen_after_scores():
 def test_a_training_batch_of_one_feature_uses_the_running_statistics_and_says_so(shape):
     head = trained()
     before, features = statistics(head), skewed(*shape)
-    with pytest.warns(UserWarning, match="one feature is standardised by running statistics"):
+    with pytest.warns(UserWarning, match="standardised by the running statistics so far"):
         logits = head(features)
     assert torch.allclose(logits, head.scores(features), atol=1e-5)
     assert head.training

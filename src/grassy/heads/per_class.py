@@ -52,6 +52,8 @@ class PerClassHead(Head):
         By default they are vectors (..., N), drawn as those of `nn.Linear`.
         """
         shape = self.get_parameter(name).shape[1:]
+        if shape[-1:] != (self.in_features,):
+            raise NotImplementedError(f"{type(self).__name__} must define draw_classes(name, first, count, generator)")
         drawn = drawn_like_linear(count * shape[:-1].numel(), self.in_features, generator)
         return drawn.reshape(count, *shape)
 

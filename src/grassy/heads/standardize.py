@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 TOO_FEW = (
-    "a training batch of one feature is standardised by running statistics. If all batches are that small, pass "
-    "standardize=False to the head"
+    "a training batch of one feature is standardised by the running statistics so far. If all batches are that small, "
+    "give the head standardize=False, normalize=True"
 )
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from grassy.distributed import mesh, shard_head, wrap
 from grassy.distributed.processes import Process
-from grassy.heads import RECOMMENDED, heads_of
+from grassy.heads import RECOMMENDED, RECOMMENDED_K, heads_of
 from grassy.heads.per_class import PerClassHead
 from grassy.models import create_model
 from grassy.runs.recipe import Recipe
@@ -22,8 +22,6 @@ from grassy.shards import is_distributed
 
 #: Size of a head's weight in bytes from which its classes are sharded, unless the recipe decides.
 MUCH = 256e6
-#: Largest k of a head of subspaces whose k is not given.
-LARGEST_DEFAULT = 32
 #: Largest feature dimension of any timm model.
 WIDEST = 2**13
 #: What keeps DDP from sending buffers with each forward: torch 2.13 has a new name for it.
@@ -94,7 +92,7 @@ def is_divided(model: nn.Module) -> bool:
 
 
 def _is_large(recipe: Recipe, num_classes: int) -> bool:
-    dims = recipe.head.get("k", LARGEST_DEFAULT if recipe.head["name"] in ("grassmann", RECOMMENDED) else 1)
+    dims = recipe.head.get("k", RECOMMENDED_K if recipe.head["name"] in ("grassmann", RECOMMENDED) else 1)
     rows = sum(dims) if isinstance(dims, list) else num_classes * dims
     if rows * WIDEST * 4 <= MUCH or recipe.loss != "cross-entropy":
         return False
