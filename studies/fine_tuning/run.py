@@ -117,7 +117,7 @@ def recipe_of(entry: Entry, weights: Path, classes: int, width: int, changes: Se
     """The recipe `finetune` with the head of an arm."""
     heads = {
         "softmax": ["head={name: linear}"],
-        "subspaces": [],
+        "subspaces": ["head={name: grassmann, k: 32, gamma: auto, standardize: true, normalize: false}"],
         "cosine": [f"head={{name: cosine, scale: {recommended_gamma(classes, k=1, in_features=width)}}}"],
         "normalised": ["head={name: grassmann, k: 8, gamma: auto}"],
     }
@@ -202,6 +202,7 @@ def do(entry: Entry, images: Images, weights: Path, scratch: Path, changes: Sequ
     classes = len(np.unique(seen["train"][1]))
     line: dict[str, Any] = {"name": entry.name, "data": entry.data, "arm": entry.arm, "draw": entry.draw}
     line |= {"lr": entry.lr, "classes": classes, "images_train": len(seen["train"][1])}
+    line |= {"changes": list(changes)} if changes else {}
     folder = scratch / "run"
     shutil.rmtree(folder, ignore_errors=True)
     if entry.arm == PRETRAINED:

@@ -65,7 +65,7 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn
         "architecture": description.model,
         "model_kwargs": options,
         "num_classes": description.num_classes,
-        "input_size": (3, description.img_size, description.img_size),
+        "input_size": (options.get("in_chans", 3), description.img_size, description.img_size),
         **{name: getattr(description, name) for name in PREPARATION},
         "label_names": description.class_names,
     }
