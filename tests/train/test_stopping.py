@@ -106,7 +106,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_one_sentence_and_the_checkpoi
     _, errors = running.communicate(timeout=PATIENCE)
     assert running.returncode == 1, errors
     last = errors.strip().splitlines()[-1]
-    assert "a process that loads images has died" in last
+    assert "a process that loads images has died" in last, errors
     assert f"the last good checkpoint is {tmp_path / 'run' / STATE}" in last
     assert "Traceback" not in errors
     after = read_torch(tmp_path / "run" / STATE)["progress"]
