@@ -12,8 +12,9 @@ contestants get the same files, batch size, number of workers and augmentation: 
 a flip, with or without RandAugment. They take turns. A turn is the beginning of an epoch, without its first batch.
 
 timm's loader collates uint8 images, its fastest way, as grassy's does; both leave the normalisation to the device.
-torchvision's reference normalises in its workers, as "grassy, floats" does: the way that grassy does not go. With
---train, "resident" repeats one batch that stays on the device.
+torchvision's reference normalises in its workers, as "grassy, floats" does: the way that grassy does not go. "grassy,
+packed" reads what `grassy pack` has made of the files. With --train, "resident" repeats one batch that stays on the
+device.
 
 The result also holds the time of each part of the way, before and now, and what the device could take over
 (`input_stages`): decoding by nvJPEG, crops, flips and normalisation in batches, copies.
@@ -46,6 +47,7 @@ from benchmarks.gpu import machine, save
 from grassy.data.batch_transforms import Preparation
 from grassy.data.images import open_images
 from grassy.data.loader import EpochBatches, Share, WorkerLoader, processors
+from grassy.data.pack import pack
 from grassy.data.transforms import CropTransform, train_transform
 from grassy.models import import_timm
 from grassy.runs.recipe import Recipe
@@ -129,6 +131,20 @@ def from_grassy(
     return epoch
 
 
+def from_pack(folder: Path, *options: Any) -> Epoch:
+    return from_grassy(pack_of(folder), *options)
+
+
+def pack_of(folder: Path) -> Path:
+    """The pack of the files in a folder, which is made if it is not there."""
+    packed = folder.with_name(f"{folder.name}_packed")
+    if not packed.exists():
+        before = time.perf_counter()
+        pack(folder, packed)
+        print(f"packed in {time.perf_counter() - before:.0f} s")
+    return packed
+
+
 def from_timm(folder: Path, policy: str, batch: int, workers: int, device: torch.device) -> Epoch:
     import_timm()
     from timm.data import create_dataset, create_loader
@@ -179,6 +195,7 @@ def from_torchvision(folder: Path, policy: str, batch: int, workers: int, device
 
 
 CONTESTANTS = {
+    "grassy, packed": from_pack,
     "grassy": from_grassy,
     "timm": from_timm,
     "torchvision": from_torchvision,
@@ -306,7 +323,8 @@ def main() -> None:
             print(f"{title}: training {args.train}")
             result["training"][title] = compare(epochs, args.turns, args.batches, use, clock)
         del epochs  # and their workers
-        found = input_stages.stages(files[: args.batch_size], recipe_with(policy), args.turns)
+        packed = open_images("", pack_of(folder), "train")
+        found = input_stages.stages(files[: args.batch_size], packed, recipe_with(policy), args.turns)
         result["stages_us"][title] = found
         for way, parts in found.items():
             times = ", ".join(f"{part} {microseconds:.0f}" for part, microseconds in parts.items())

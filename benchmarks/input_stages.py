@@ -1,6 +1,7 @@
 """What each part of the way from a JPEG file to a batch costs, and what a GPU could take over.
 
 Part of `python -m benchmarks.input`. "before" is the way by Pillow, which timm and torchvision go; "now" is grassy's.
+"packed" is grassy's with a pack, whose pixels need no decoding.
 Times are of one process that takes one part after the other on the same images. On a CPU they are CPU times.
 """
 
@@ -18,14 +19,15 @@ from torch import Tensor
 
 from grassy.data.batch_transforms import Preparation
 from grassy.data.decode import read_pixels, to_rgb
+from grassy.data.images import Images
 from grassy.data.loader import collate, one_thread, seeded
 from grassy.data.transforms import CropTransform, train_transform
 from grassy.models import import_timm
 from grassy.runs.recipe import Recipe
 
 
-def stages(files: Sequence[Path], recipe: Recipe, turns: int) -> dict[str, dict[str, float]]:
-    """Microseconds of CPU time per image of each part, before and now: medians over turns."""
+def stages(files: Sequence[Path], packed: Images, recipe: Recipe, turns: int) -> dict[str, dict[str, float]]:
+    """Microseconds of CPU time per image of each part: medians over turns."""
     import_timm()
     from timm.data import create_transform
 
@@ -62,12 +64,17 @@ def stages(files: Sequence[Path], recipe: Recipe, turns: int) -> dict[str, dict[
             "augment": each(transform.of_crop),
             "collate": lambda images: collate([(image, 0, 0, []) for image in images]),
         },
+        "packed": {
+            "disk": lambda batch: [packed.load(index, transform)[0] for index in range(len(batch))],
+            "augment": each(transform.of_crop),
+            "collate": lambda images: collate([(image, 0, 0, []) for image in images]),
+        },
     }
     found: dict[str, dict[str, list[float]]] = {way: {part: [] for part in parts} for way, parts in ways.items()}
     for turn in range(turns + 1):  # the first one, which warms up, does not count
         for way, parts in ways.items():
             batch: Any = list(files)
-            with seeded(turn), one_thread():  # both draw the same
+            with seeded(turn), one_thread():  # all draw the same
                 for part, function in parts.items():
                     before = time.process_time()
                     batch = function(batch)

@@ -26,7 +26,8 @@ def input_from_files(result: Result, images: Path) -> str:
     size = "" if result["size"] == IMAGENET_SIZE else "_large"
     picture(result).savefig(images / f"input{size}_{'gpu' if result['gpu'] else 'cpu'}.png", dpi=110)
     rows = {**result["loaders"], **{f"{title}, training": found for title, found in result["training"].items()}}
-    names = ["grassy", "grassy, floats", "timm", "torchvision", *(["resident"] if result["training"] else [])]
+    kinds = ("grassy, packed", "grassy", "grassy, floats", "timm", "torchvision", "resident")
+    names = [name for name in kinds if any(name in found["medians"] for found in rows.values())]
     return table(
         ["images per second", *names, "grassy / timm"],
         (
@@ -41,8 +42,10 @@ def input_from_files(result: Result, images: Path) -> str:
 
 
 def picture(result: Result) -> Figure:
-    """The time of each part per image, before and now, over the workers that share it."""
-    bars = {f"{title}\n{way}": _parts(result, title, way) for title in result["stages_us"] for way in ("before", "now")}
+    """The time of each part per image, in each way, over the workers that share it."""
+    bars = {
+        f"{title}\n{way}": _parts(result, title, way) for title, ways in result["stages_us"].items() for way in ways
+    }
     figure = Figure(figsize=(7.2, 0.9 + 0.55 * len(bars)), layout="constrained")
     axes = figure.subplots()
     for row, parts in enumerate(bars.values()):

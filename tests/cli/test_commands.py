@@ -16,7 +16,19 @@ from grassy.demo import experiment as demo
 from grassy.runs.recipe_files import run_name
 
 DEMO = "pip install 'grassy[demo]'"
-COMMANDS = ("demo", "train", "validate", "predict", "export", "transfer", "analyze", "report", "recipes", "import")
+COMMANDS = (
+    "demo",
+    "train",
+    "validate",
+    "predict",
+    "export",
+    "transfer",
+    "analyze",
+    "report",
+    "recipes",
+    "pack",
+    "import",
+)
 
 
 def last_error(capsys):

@@ -96,6 +96,6 @@ def test_the_advice_fits_the_machine(monkeypatch):
 
     recipe = tiny_recipe(workers=processors())
     assert advice(0.05, recipe, Loaded) is None
-    assert "resized once" in advice(0.5, recipe, Loaded)
+    assert "`grassy pack` decodes them once" in advice(0.5, recipe, Loaded)
     monkeypatch.setattr(input_wait.importlib.util, "find_spec", lambda name: None)
     assert "pip install simplejpeg" in advice(0.5, recipe, Loaded)

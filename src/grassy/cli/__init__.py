@@ -10,13 +10,13 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from grassy.cli import analyze, demo, export, import_, predict, recipes, report, train, transfer, validate
+from grassy.cli import analyze, demo, export, import_, pack, predict, recipes, report, train, transfer, validate
 from grassy.cli.parser import Parser, add_debug, fail, listed
 from grassy.cli.versions import ShowVersions
 from grassy.extras import is_missing, sentence
 
 #: In the order in which `grassy --help` lists them.
-COMMANDS = (demo, train, validate, predict, export, transfer, analyze, report, recipes, import_)
+COMMANDS = (demo, train, validate, predict, export, transfer, analyze, report, recipes, pack, import_)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

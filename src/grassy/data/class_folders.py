@@ -3,7 +3,6 @@
 Names that start with a dot are ignored: editors and systems leave copies of images there.
 """
 
-import io
 import itertools
 import os
 import tarfile
@@ -19,7 +18,7 @@ from grassy.spelling import natural_key
 from grassy.torchvision_import import import_torchvision
 
 #: Suffixes of further formats that Pillow reads, beside timm's.
-MORE_SUFFIXES = {".avif", ".bmp", ".gif", ".jfif", ".jp2", ".pgm", ".ppm", ".tif", ".tiff", ".webp"}
+MORE_SUFFIXES = {".avif", ".bmp", ".jfif", ".jp2", ".pgm", ".ppm", ".tif", ".tiff", ".webp"}
 BLOCK = tarfile.BLOCKSIZE
 #: A tar may hold tars, one per class; deeper nesting is refused.
 MOST_TARS_WITHIN = 2
@@ -99,7 +98,7 @@ class FolderImages:
         path, offset, size = self.places[index]
         with open_regular(path) as file:
             file.seek(offset)
-            return read_pixels(file if size is None else io.BytesIO(file.read(size)), crop), self.targets[index]
+            return read_pixels(file, crop, size), self.targets[index]
 
     def name(self, index: int) -> str:
         return self.names[index]

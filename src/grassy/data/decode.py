@@ -2,6 +2,7 @@
 
 import functools
 import io
+import re
 from collections.abc import Sequence
 from types import ModuleType
 from typing import IO, Any, NamedTuple, Protocol
@@ -14,6 +15,9 @@ SIXTEEN_BITS = 2**16 - 1
 #: Pillow knows many more, some of which start other programs: PostScript in a .jpg would run in Ghostscript. MPO is
 #: what many cameras call JPEG.
 FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000", "AVIF")
+#: The header of plain pixels, as Pillow and `grassy pack` write it: width and height.
+PLAIN = re.compile(rb"P6\n([1-9][0-9]{0,5}) ([1-9][0-9]{0,5})\n255\n")
+HEADER = 24  # bytes that hold such a header
 
 
 @functools.cache
@@ -63,13 +67,55 @@ def read_rgb(path: Any, crop: Crop | None = None) -> np.ndarray:
         return read_pixels(file, crop)
 
 
-def read_pixels(file: IO[bytes], crop: Crop | None = None) -> np.ndarray:
-    """The RGB pixels (H, W, 3) of an open image file, or of a crop of it, as uint8.
+def read_pixels(file: IO[bytes], crop: Crop | None = None, size: int | None = None) -> np.ndarray:
+    """The RGB pixels (H, W, 3) of an image in an open file, or of a crop of it, as uint8.
 
     A crop of a large JPEG file comes at 1/2, 1/4 or 1/8 of its size, if that is still at least twice `crop.size`. The
-    decoder computes fewer pixels then, from the lower frequencies.
+    decoder computes fewer pixels then, from the lower frequencies. Of plain pixels, only the rows of a crop are read.
+
+    size: The bytes of the image from the position of the file on; None if it takes the rest of the file.
     """
-    content = file.read()
+    head = file.read(HEADER if size is None else min(HEADER, size))
+    if (plain := PLAIN.match(head)) is not None:
+        pixels = _plain_pixels(file, crop, plain, len(head), size)
+        if pixels is not None:
+            return pixels
+    return _decoded(head + file.read(-1 if size is None else size - len(head)), crop)
+
+
+def plain_file(pixels: np.ndarray) -> bytes:
+    """Pixels (H, W, 3) of uint8 as the content of a file that `read_pixels` need not decode: a binary PPM."""
+    height, width, _ = pixels.shape
+    return b"P6\n%d %d\n255\n" % (width, height) + pixels.tobytes()
+
+
+def _plain_pixels(
+    file: IO[bytes], crop: Crop | None, header: re.Match[bytes], consumed: int, size: int | None
+) -> np.ndarray | None:
+    """The pixels that follow a header, of which `consumed` bytes have been read.
+
+    None if they are not all there, or more than Pillow allows. The file is then where it was, for Pillow to say so.
+    """
+    from PIL import Image
+
+    width, height = map(int, header.groups())
+    start = file.tell() - consumed
+    first = start + header.end()
+    end = file.seek(0, io.SEEK_END) if size is None else start + size
+    limit = Image.MAX_IMAGE_PIXELS
+    if end - first < 3 * width * height or (limit is not None and width * height > limit):
+        file.seek(start + consumed)
+        return None
+    box = Box(0, 0, height, width) if crop is None else crop.box(height, width)
+    rows = np.empty((box.height, width, 3), np.uint8)
+    file.seek(first + 3 * width * box.top)
+    if file.readinto(rows.reshape(-1).data) != rows.size:  # type: ignore[attr-defined]
+        raise ValueError("the file ended while it was read")
+    return rows[:, box.left : box.left + box.width]
+
+
+def _decoded(content: bytes, crop: Crop | None) -> np.ndarray:
+    """The pixels of an image file with this content, or of a crop of it."""
     size = _size_of_jpeg(content)
     image = open_image(io.BytesIO(content)) if size is None else None
     height, width = size or (image.height, image.width)  # type: ignore[union-attr]

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from grassy.data.class_folders import FolderImages, open_files
+from grassy.data.class_folders import FolderImages, image_suffixes, open_files
 from grassy.data.images import ArrayImages, Images, arrays_from_file
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, advice, below_the_split, holds_images, split_place
+from grassy.data.pack import PACKED
 from grassy.runs.recipe import Recipe
 
 Files = ArrayImages | FolderImages
@@ -70,7 +71,11 @@ def held_out(images: Files, keys: Sequence[str], fraction: float, seed: int) -> 
 
 def _draw(seed: int, title: str, key: str) -> bytes:
     """A random key for an image, from its name without folders, so that a set may be moved or nested."""
-    return hashlib.sha256(f"{seed}\n{title}\n{key.rpartition('/')[2]}".encode("utf-8", "surrogateescape")).digest()
+    name = key.rpartition("/")[2]
+    original = name.removesuffix(PACKED)
+    if os.path.splitext(original)[1].lower() in image_suffixes():
+        name = original  # a pack draws what its source draws
+    return hashlib.sha256(f"{seed}\n{title}\n{name}".encode("utf-8", "surrogateescape")).digest()
 
 
 def part_of(images: Files, keys: Sequence[str], wanted: Collection[str], inside: bool) -> Files:

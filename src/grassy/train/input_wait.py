@@ -57,8 +57,7 @@ def advice(share: float, recipe: Recipe, data: Data) -> str | None:
         return f"{waits}: try workers={cores}, one per available CPU core"
     if importlib.util.find_spec("simplejpeg") is None:
         return f"{waits}: `pip install simplejpeg` speeds up JPEG decoding"
-    size = recipe.img_size
     return (
-        f"{waits}: {cores} CPU cores cannot load images faster; files resized once to about {2 * size} pixels are "
-        "faster to decode"
+        f"{waits}: {cores} CPU cores cannot load images faster; `grassy pack` decodes them once, before training, and "
+        "a run reads them without decoding"
     )

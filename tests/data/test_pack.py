@@ -1,0 +1,242 @@
+"""Packs: what a run reads from one is what it reads from the files that it was made of."""
+
+import io
+import shutil
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from grassy.atomic import TEMPORARY
+from grassy.cli import main
+from grassy.data import decode
+from grassy.data import pack as packing
+from grassy.data.decode import Box, plain_file, read_pixels
+from grassy.data.held_out import split
+from grassy.data.images import open_images
+from grassy.data.loader import Samples
+from grassy.data.pack import pack, reduced_size
+from grassy.data.transforms import train_transform
+from grassy.runs.recipe import Recipe
+from training_cases import tiny_folders, tiny_recipe
+
+
+def noise(height, width, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
+
+
+def photos(folder, size=(60, 45), count=5):
+    """JPEG files of two classes, without splits."""
+    for number in range(count):
+        for name in ("cat", "dog"):
+            place = folder / name / f"{number}.jpg"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(noise(size[1], size[0], number)).save(place, quality=90)
+    return folder
+
+
+class Part:
+    """A crop that is always the same."""
+
+    size = (4, 4)
+
+    def __init__(self, box):
+        self.wanted = box
+
+    def box(self, height, width):
+        return self.wanted
+
+
+# --------------------------------------------------------------------------------------------------- plain pixels
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 700), st.data())
+def test_a_crop_of_plain_pixels_is_that_of_the_image(height, width, before, data):
+    pixels = noise(height, width)
+    content = plain_file(pixels)
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(content))), pixels)
+    top, left = data.draw(st.integers(0, height - 1)), data.draw(st.integers(0, width - 1))
+    box = Box(top, left, data.draw(st.integers(1, height - top)), data.draw(st.integers(1, width - left)))
+    file = io.BytesIO(bytes(before) + content + b"what follows in a tar")
+    file.seek(before)
+    assert np.array_equal(
+        read_pixels(file, Part(box), len(content)),
+        pixels[box.top : box.top + box.height, box.left : box.left + box.width],
+    )
+    file.seek(before)
+    assert np.array_equal(read_pixels(file, size=len(content)), pixels)
+
+
+def test_only_the_rows_of_a_crop_are_read(monkeypatch):
+    read = []
+
+    class Counted(io.BytesIO):
+        def readinto(self, buffer):
+            read.append(len(buffer))
+            return super().readinto(buffer)
+
+    monkeypatch.setattr(decode, "_decoded", lambda *_: pytest.fail("it was decoded"))
+    read_pixels(Counted(plain_file(noise(100, 10))), Part(Box(20, 3, 5, 4)))
+    assert read == [5 * 10 * 3]
+
+
+@pytest.mark.parametrize("missing", [1, 30, 290])
+def test_plain_pixels_that_are_cut_short_are_refused(missing):
+    content = plain_file(noise(10, 10))[:-missing]
+    with pytest.raises(OSError, match=r"[Tt]runcated"):
+        read_pixels(io.BytesIO(content), size=len(content))
+
+
+def test_plain_pixels_beyond_the_limit_of_pillow_are_refused(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40)
+    with pytest.raises(Image.DecompressionBombError):
+        read_pixels(io.BytesIO(plain_file(noise(10, 10))))
+
+
+# --------------------------------------------------------------------------------------------------- the same data
+
+
+@pytest.mark.parametrize("policy", ["", "rand-m7-mstd0.5-inc1"])
+def test_a_run_gets_the_same_images_from_a_pack(tmp_path, policy):
+    photos(tmp_path / "set" / "train")
+    photos(tmp_path / "set" / "val", count=2)
+    written = pack(tmp_path / "set", tmp_path / "packed")
+    assert [(each.path.name, each.images, each.classes) for each in written] == [
+        ("train.tar", 10, 2),
+        ("val.tar", 4, 2),
+    ]
+    transform = train_transform(Recipe(img_size=32, aa=policy))
+    for part in ("train", "validation"):
+        source, packed = (open_images("", tmp_path / name, part) for name in ("set", "packed"))
+        assert source.class_names == packed.class_names
+        assert np.array_equal(source.labels(), packed.labels())
+        for index in range(len(source)):
+            one, other = (Samples(images, transform, training=True)[index, 7] for images in (source, packed))
+            assert torch.equal(one[0], other[0])
+
+
+def test_a_pack_of_one_folder_holds_out_the_images_that_the_folder_does(tmp_path):
+    photos(tmp_path / "set", count=9)
+    pack(tmp_path / "set", tmp_path / "packed")
+    recipe = tiny_recipe(val_fraction=0.3)
+    folder, packed = split(recipe, tmp_path / "set"), split(recipe, tmp_path / "packed" / "train.tar")
+    for one, other in zip(folder[:2], packed[:2], strict=True):
+        assert len(one) == len(other)
+        assert all(np.array_equal(one.load(index)[0], other.load(index)[0]) for index in range(len(one)))
+
+
+def test_images_of_one_name_in_several_folders_of_a_class_are_all_kept(tmp_path):
+    for year in ("2020", "2021"):
+        photos(tmp_path / "all" / "x").joinpath("cat").rename(tmp_path / year)
+        shutil.rmtree(tmp_path / "all")
+    for year in ("2020", "2021"):
+        (tmp_path / "set" / "cat").mkdir(parents=True, exist_ok=True)
+        (tmp_path / year).rename(tmp_path / "set" / "cat" / year)
+    photos(tmp_path / "other").joinpath("dog").rename(tmp_path / "set" / "dog")
+    (part,) = pack(tmp_path / "set", tmp_path / "packed")
+    assert (part.images, part.classes) == (15, 2)
+    with tarfile.open(part.path) as tar:
+        assert len(set(tar.getnames())) == 15
+        assert "cat/0-2.jpg.ppm" in tar.getnames()
+
+
+def test_the_same_files_give_the_same_pack(tmp_path):
+    photos(tmp_path / "set")
+    first, second = (pack(tmp_path / "set", tmp_path / name)[0].path.read_bytes() for name in ("one", "two"))
+    assert first == second
+
+
+def test_large_images_are_reduced_and_small_ones_are_kept(tmp_path):
+    photos(tmp_path / "set", size=(120, 60))
+    for short_side, size in ((None, (60, 120)), (512, (60, 120)), (60, (60, 120)), (20, (20, 40))):
+        (part,) = pack(tmp_path / "set", tmp_path / f"packed{short_side}", short_side)
+        pixels, _ = open_images("", part.path, "train").load(0)
+        assert pixels.shape[:2] == size
+    original = Image.open(tmp_path / "set" / "cat" / "0.jpg").resize((40, 20), Image.Resampling.BICUBIC)
+    assert np.abs(pixels - np.asarray(original).astype(float)).mean() < 1
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 600))
+def test_a_reduced_image_has_the_short_side_and_the_shape(height, width, short_side):
+    new = reduced_size(height, width, short_side)
+    assert min(new) == min(height, width, short_side)
+    if min(height, width) > short_side:
+        assert abs(max(new) / short_side - max(height, width) / min(height, width)) <= 0.5 / short_side + 1e-9
+
+
+# --------------------------------------------------------------------------------------------------- trouble
+
+
+def test_an_unreadable_image_is_left_out_and_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    photos(tmp_path / "set")
+    (tmp_path / "set" / "dog" / "3.jpg").write_bytes(b"no image")
+    assert main(["pack", "set", "packed"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "packed/train.tar: 9 images of 2 classes, 0.0 GB\n"
+    assert "left out set/dog/3.jpg: not an image that Pillow knows" in said.err
+    assert len(open_images("", tmp_path / "packed", "train")) == 9
+
+
+def refused(tmp_path, *arguments):
+    """The files are what they were; the message."""
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=r".") as error:
+        pack(*arguments)
+    assert sorted(tmp_path.rglob("*")) == before
+    return str(error.value)
+
+
+def test_what_cannot_be_packed_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    photos(tmp_path / "set")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "broken" / "cat").mkdir(parents=True)
+    (tmp_path / "broken" / "cat" / "0.png").write_bytes(b"no image")
+    np.savez(tmp_path / "arrays.npz", x=noise(4, 4)[None], y=np.zeros(1, int))
+    assert "there exists: name another folder" in refused(tmp_path, tmp_path / "set", tmp_path / "there")
+    assert "nowhere does not exist" in refused(tmp_path, tmp_path / "nowhere", tmp_path / "packed")
+    assert "holds no images" in refused(tmp_path, tmp_path / "there", tmp_path / "packed")
+    assert "holds no class folders; its images lie in no class folder" in refused(
+        tmp_path, tmp_path / "set" / "cat", tmp_path / "packed"
+    )
+    assert "no image of" in refused(tmp_path, tmp_path / "broken", tmp_path / "packed")
+    assert "holds decoded images already" in refused(tmp_path, tmp_path / "arrays.npz", tmp_path / "packed")
+    assert "size must be a positive number" in refused(tmp_path, tmp_path / "set", tmp_path / "packed", -1)
+    monkeypatch.setattr(packing.shutil, "disk_usage", lambda _: packing.shutil._ntuple_diskusage(2, 2, 0))
+    assert "0.0 GB are free" in refused(tmp_path, tmp_path / "set", tmp_path / "packed")
+
+
+def test_nothing_is_left_of_a_pack_that_was_interrupted(tmp_path, monkeypatch):
+    photos(tmp_path / "set")
+    before, original, seen = sorted(tmp_path.rglob("*")), packing._content, []
+
+    def interrupted(*given):
+        seen.append(given)
+        if len(seen) == 4:
+            assert list(tmp_path.glob(f"{TEMPORARY}*"))
+            raise KeyboardInterrupt
+        return original(*given)
+
+    monkeypatch.setattr(packing, "_expected_bytes", lambda *_: 0)
+    monkeypatch.setattr(packing, "_content", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pack(tmp_path / "set", tmp_path / "packed")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_a_run_on_a_pack_ends_as_the_run_on_its_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_folders(tmp_path / "set")
+    assert main(["pack", "set", "packed", "--size", "0"]) == 0
+    from grassy.train.loop import train
+    from training_cases import assert_same_weights
+
+    for name in ("set", "packed"):
+        train(tiny_recipe(), tmp_path / name, tmp_path / f"run-{name}", quiet=True)
+    assert_same_weights(tmp_path / "run-set", tmp_path / "run-packed")
