@@ -9,12 +9,12 @@
 The files have the size of ImageNet's: 10,000 JPEG images of 500 x 375 pixels, quality 90, about 110 kB. They are made
 of two photos that come with scikit-learn, or of the images below --source: random cutouts, enlarged, with grain. All
 contestants get the same files, batch size, number of workers and augmentation: a random resized crop to 224 pixels and
-a flip, with or without RandAugment. They take turns. A turn is the beginning of an epoch, without its first batch.
+a flip, with or without RandAugment. They take turns. A turn begins after as many batches as the workers prepare ahead:
+these come faster than the loader can go on.
 
 timm's loader collates uint8 images, its fastest way, as grassy's does; both leave the normalisation to the device.
-torchvision's reference normalises in its workers, as "grassy, floats" does: the way that grassy does not go. "grassy,
-packed" reads what `grassy pack` has made of the files. With --train, "resident" repeats one batch that stays on the
-device.
+torchvision's reference normalises in its workers. "grassy, packed" reads what `grassy pack` has made of the files. With
+--train, "resident" repeats one batch that stays on the device.
 
 The result also holds the time of each part of the way, before and now, and what the device could take over
 (`input_stages`): decoding by nvJPEG, crops, flips and normalisation in batches, copies.
@@ -29,10 +29,13 @@ where it is installed, and with Pillow where it is not. A machine without networ
 
 import argparse
 import importlib.util
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,10 +48,10 @@ import grassy
 from benchmarks import input_stages
 from benchmarks.gpu import machine, save
 from grassy.data.batch_transforms import Preparation
-from grassy.data.images import open_images
+from grassy.data.class_folders import open_files
 from grassy.data.loader import EpochBatches, Share, WorkerLoader, processors
 from grassy.data.pack import pack
-from grassy.data.transforms import CropTransform, train_transform
+from grassy.data.transforms import train_transform
 from grassy.models import import_timm
 from grassy.runs.recipe import Recipe
 from grassy.terminal import bar
@@ -106,33 +109,40 @@ def _photos(source: Path | None) -> list[Any]:
 Epoch = Callable[[int], Iterator[tuple[Tensor, Tensor]]]
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What all contestants get. An epoch has each file `repeats` times."""
+
+    folder: Path
+    policy: str
+    batch_size: int
+    workers: int
+    device: torch.device
+    repeats: int
+
+
 def recipe_with(policy: str) -> Recipe:
     return Recipe(img_size=CROP, aa=policy, interpolation="bicubic", color_jitter=0.0, mean=MEAN, std=STD)
 
 
-def from_grassy(
-    folder: Path, policy: str, batch: int, workers: int, device: torch.device, floats: bool = False
-) -> Epoch:
-    transform = train_transform(recipe_with(policy))
-    images = open_images("", folder, "train")
-    batches = EpochBatches(len(images), batch, 1, Share(), seed=0)
-    prepare = Preparation(MEAN, STD, device, channels_last=True)
-    if floats:
-        mean, std = (255 * torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
-        assert isinstance(transform, CropTransform)
-        rest = transform.rest
-        transform.rest = lambda image: (rest(image) - mean) / std
-    loader = WorkerLoader(images, transform, batches, workers, device)
+def from_grassy(setting: Setting, folder: Path | None = None) -> Epoch:
+    images = open_files(folder or setting.folder / "train")
+    images = images.some([*range(len(images))] * setting.repeats)
+    batches = EpochBatches(len(images), setting.batch_size, 1, Share(), seed=0)
+    prepare = Preparation(MEAN, STD, setting.device, channels_last=True)
+    transform = train_transform(recipe_with(setting.policy))
+    loader = WorkerLoader(images, transform, batches, setting.workers, setting.device)
 
     def epoch(number: int) -> Iterator[tuple[Tensor, Tensor]]:
         for (part,) in loader.epoch(number):
-            yield (part.images, part.labels) if floats or device.type == "cpu" else prepare(part.images, part.labels)
+            on_cpu = setting.device.type == "cpu"
+            yield (part.images, part.labels) if on_cpu else prepare(part.images, part.labels)
 
     return epoch
 
 
-def from_pack(folder: Path, *options: Any) -> Epoch:
-    return from_grassy(pack_of(folder), *options)
+def from_pack(setting: Setting) -> Epoch:
+    return from_grassy(setting, pack_of(setting.folder))
 
 
 def pack_of(folder: Path) -> Path:
@@ -142,64 +152,67 @@ def pack_of(folder: Path) -> Path:
         before = time.perf_counter()
         pack(folder, packed)
         print(f"packed in {time.perf_counter() - before:.0f} s")
-    return packed
+    return packed / "train.tar"
 
 
-def from_timm(folder: Path, policy: str, batch: int, workers: int, device: torch.device) -> Epoch:
+def from_timm(setting: Setting) -> Epoch:
     import_timm()
     from timm.data import create_dataset, create_loader
 
+    images = create_dataset("", root=str(setting.folder), split="train", is_training=True)
+    images.reader.samples *= setting.repeats
     loader = create_loader(
-        create_dataset("", root=str(folder), split="train", is_training=True),
+        images,
         input_size=(3, CROP, CROP),
-        batch_size=batch,
+        batch_size=setting.batch_size,
         is_training=True,
         use_prefetcher=True,
-        auto_augment=policy or None,
+        auto_augment=setting.policy or None,
         color_jitter=None,
         interpolation="bicubic",
         mean=MEAN,
         std=STD,
-        num_workers=workers,
-        pin_memory=device.type == "cuda",
-        persistent_workers=workers > 0,
-        device=device,
+        num_workers=setting.workers,
+        pin_memory=setting.device.type == "cuda",
+        persistent_workers=setting.workers > 0,
+        device=setting.device,
     )
-    return lambda _: iter(loader if device.type == "cuda" else loader.loader)
+    return lambda _: iter(loader if setting.device.type == "cuda" else loader.loader)
 
 
-def from_torchvision(folder: Path, policy: str, batch: int, workers: int, device: torch.device) -> Epoch:
+def from_torchvision(setting: Setting) -> Epoch:
     import_timm()
     from torchvision import datasets, transforms
 
     mode = transforms.InterpolationMode.BICUBIC
     steps: list[Any] = [transforms.RandomResizedCrop(CROP, interpolation=mode), transforms.RandomHorizontalFlip()]
-    if policy:
+    if setting.policy:
         steps.append(transforms.RandAugment(magnitude=7, interpolation=mode))
     steps += [transforms.PILToTensor(), transforms.ConvertImageDtype(torch.float), transforms.Normalize(MEAN, STD)]
+    images = datasets.ImageFolder(str(setting.folder / "train"), transforms.Compose(steps))
+    images.samples *= setting.repeats
     loader = torch.utils.data.DataLoader(
-        datasets.ImageFolder(str(folder / "train"), transforms.Compose(steps)),
-        batch,
+        images,
+        setting.batch_size,
         shuffle=True,
         drop_last=True,
-        num_workers=workers,
-        pin_memory=device.type == "cuda",
-        persistent_workers=workers > 0,
+        num_workers=setting.workers,
+        pin_memory=setting.device.type == "cuda",
+        persistent_workers=setting.workers > 0,
     )
 
     def epoch(_: int) -> Iterator[tuple[Tensor, Tensor]]:
         for images, labels in loader:
-            yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            yield images.to(setting.device, non_blocking=True), labels.to(setting.device, non_blocking=True)
 
     return epoch
 
 
-CONTESTANTS = {
+CONTESTANTS: dict[str, Callable[[Setting], Epoch]] = {
     "grassy, packed": from_pack,
     "grassy": from_grassy,
     "timm": from_timm,
     "torchvision": from_torchvision,
-    "grassy, floats": partial(from_grassy, floats=True),
 }
 
 
@@ -224,24 +237,28 @@ def training(name: str, device: torch.device) -> Callable[[Tensor, Tensor], None
     return update
 
 
-def rate(
-    batches: Iterable[tuple[Tensor, Tensor]],
-    count: int,
-    use: Callable[[Tensor, Tensor], None] | None,
-    clock: Callable[[], float],
-) -> float:
-    """Images per second over `count` batches, after the first one."""
+@dataclass(frozen=True)
+class Turn:
+    """How long a contestant is measured, after the batches that its workers have prepared while they started."""
+
+    skipped: int
+    batches: int
+    clock: Callable[[], float]
+
+
+def rate(batches: Iterable[tuple[Tensor, Tensor]], turn: Turn, use: Callable[[Tensor, Tensor], None] | None) -> float:
+    """Images per second in a turn."""
     seen, start = 0, 0.0
     for number, (images, labels) in enumerate(batches):
         if use is not None:
             use(images, labels)
-        if number == 0:
-            start = _now(images.device, clock)
+        if number <= turn.skipped:
+            start = _now(images.device, turn.clock) if number == turn.skipped else 0.0
             continue
         seen += len(images)
-        if number == count:
+        if number == turn.skipped + turn.batches:
             break
-    return seen / (_now(images.device, clock) - start)
+    return seen / (_now(images.device, turn.clock) - start)
 
 
 def _now(device: torch.device, clock: Callable[[], float]) -> float:
@@ -251,18 +268,13 @@ def _now(device: torch.device, clock: Callable[[], float]) -> float:
 
 
 def compare(
-    epochs: dict[str, Epoch],
-    turns: int,
-    batches: int,
-    use: Callable[[Tensor, Tensor], None] | None,
-    clock: Callable[[], float],
+    epochs: dict[str, Epoch], turns: int, turn: Turn, use: Callable[[Tensor, Tensor], None] | None
 ) -> dict[str, Any]:
     """Images per second of all contestants, in turns."""
     rates: dict[str, list[float]] = {name: [] for name in epochs}
-    for turn in range(turns + 1):  # the first, in which workers start and kernels compile, does not count
+    for number in range(turns):
         for name, epoch in epochs.items():
-            found = rate(epoch(turn), batches, use, clock)
-            rates[name] += [found] if turn else []
+            rates[name].append(rate(epoch(number), turn, use))
     medians = {name: statistics.median(values) for name, values in rates.items()}
     for name, median in medians.items():
         spread = f"{min(rates[name]):.0f} to {max(rates[name]):.0f}"
@@ -288,12 +300,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     device, size = torch.device(args.device), tuple(args.size)
-    if args.count < args.batch_size * (args.batches + 1):
-        parser.error(f"{args.batches + 1} batches of {args.batch_size} need more than {args.count} files")
     folder = args.files or Path(f"runs/bench/jpeg_{size[0]}x{size[1]}")
     make_files(folder, args.count, args.source, size, args.grain)
     files = sorted(folder.glob("train/*/*.jpg"))
     clock = time.perf_counter if args.workers else time.process_time
+    turn = Turn(2 * args.workers, args.batches, clock)  # a worker prepares two batches
+    repeats = math.ceil(args.batch_size * (turn.skipped + turn.batches + 2) / len(files))
     if not args.workers:
         torch.set_num_threads(1)
     result: dict[str, Any] = {
@@ -313,17 +325,20 @@ def main() -> None:
     }
     use = training(args.train, device) if args.train else None
     for title, policy in AUGMENTATIONS.items():
-        make = {name: partial(contestant, folder, policy, args.batch_size) for name, contestant in CONTESTANTS.items()}
-        epochs = {name: each(args.workers, device) for name, each in make.items()}
+        setting = Setting(folder, policy, args.batch_size, args.workers, device, repeats)
+        epochs = {name: contestant(setting) for name, contestant in CONTESTANTS.items()}
+        for epoch in epochs.values():
+            kept = next(iter(epoch(0)))  # workers start
         print(f"{title}: the loaders alone")
-        result["loaders"][title] = compare(epochs, args.turns, args.batches, None, clock)
+        result["loaders"][title] = compare(epochs, args.turns, turn, None)
         if use is not None:
-            kept = next(iter(epochs["grassy"](0)))
-            epochs["resident"] = lambda _, kept=kept: iter([kept] * (args.batches + 1))
+            for _ in range(3):
+                use(*kept)  # kernels compile
+            epochs["resident"] = lambda _, kept=kept: itertools.repeat(kept)
             print(f"{title}: training {args.train}")
-            result["training"][title] = compare(epochs, args.turns, args.batches, use, clock)
+            result["training"][title] = compare(epochs, args.turns, turn, use)
         del epochs  # and their workers
-        packed = open_images("", pack_of(folder), "train")
+        packed = open_files(pack_of(folder))
         found = input_stages.stages(files[: args.batch_size], packed, recipe_with(policy), args.turns)
         result["stages_us"][title] = found
         for way, parts in found.items():

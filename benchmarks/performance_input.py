@@ -26,17 +26,20 @@ def input_from_files(result: Result, images: Path) -> str:
     size = "" if result["size"] == IMAGENET_SIZE else "_large"
     picture(result).savefig(images / f"input{size}_{'gpu' if result['gpu'] else 'cpu'}.png", dpi=110)
     rows = {**result["loaders"], **{f"{title}, training": found for title, found in result["training"].items()}}
-    kinds = ("grassy, packed", "grassy", "grassy, floats", "timm", "torchvision", "resident")
+    kinds = ("grassy, packed", "grassy", "timm", "torchvision", "resident")
     names = [name for name in kinds if any(name in found["medians"] for found in rows.values())]
+    ratios = [("grassy", "timm"), ("grassy, packed", "timm"), ("grassy, packed", "resident")]
+    ratios = [(one, other) for one, other in ratios if one in names and other in names]
+    titles = (f"{one.removeprefix('grassy, ')} / {other}" for one, other in ratios)
     return table(
-        ["images per second", *names, "grassy / timm"],
+        ["images per second", *names, *titles],
         (
             [
                 title,
-                *(f"{found['medians'][name]:,.0f}" if name in found["medians"] else "–" for name in names),
-                f"{found['medians']['grassy'] / found['medians']['timm']:.2f}",
+                *(f"{medians[name]:,.0f}" if name in medians else "–" for name in names),
+                *(f"{medians[one] / medians[other]:.2f}" if other in medians else "–" for one, other in ratios),
             ]
-            for title, found in rows.items()
+            for title, medians in ((title, found["medians"]) for title, found in rows.items())
         ),
     )
 

@@ -18,7 +18,7 @@ PARTS = {"disk": 20.0, "decode": 800.0, "augment": 400.0, "collate": 30.0}
 
 
 def result(**changes):
-    rates = {"grassy": 800.0, "grassy, floats": 700.0, "timm": 500.0, "torchvision": 400.0}
+    rates = {"grassy, packed": 1500.0, "grassy": 800.0, "timm": 500.0, "torchvision": 400.0}
     return {
         "gpu": None,
         "size": [500, 375],
@@ -33,12 +33,12 @@ def result(**changes):
 
 def test_results_of_a_cpu_and_of_a_gpu_become_tables_and_pictures(tmp_path):
     text = input_from_files(result(), tmp_path)
-    assert "| crop and flip | 800 | 700 | 500 | 400 | 1.60 |" in text
+    assert "| crop and flip | 1,500 | 800 | 500 | 400 | 1.60 | 3.00 |" in text
     assert command(result()) == "python -m benchmarks.input --workers 0"
-    medians = {"grassy": 4000.0, "timm": 2000.0, "torchvision": 1500.0, "resident": 4400.0}
+    medians = {"grassy, packed": 4300.0, "grassy": 4000.0, "timm": 2000.0, "torchvision": 1500.0, "resident": 4400.0}
     on_gpu = result(gpu="H200", workers=16, model="resnet50", training={"crop and flip": {"medians": medians}})
     text = input_from_files(on_gpu, tmp_path)
-    assert "| crop and flip, training | 4,000 | – | 2,000 | 1,500 | 4,400 | 2.00 |" in text
+    assert "| crop and flip, training | 4,300 | 4,000 | 2,000 | 1,500 | 4,400 | 2.00 | 2.15 | 0.98 |" in text
     assert command(on_gpu) == "python -m benchmarks.input --train resnet50"
     input_from_files(result(size=[4000, 3000]), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"input_cpu.png", "input_gpu.png", "input_large_cpu.png"}
