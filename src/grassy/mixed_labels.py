@@ -44,6 +44,10 @@ class MixedLabels:
                 f"{tuple(self.weights.shape)}"
             )
 
+    def __getitem__(self, rows: slice | Tensor) -> "MixedLabels":
+        """Return the target of some rows."""
+        return MixedLabels(self.labels[rows], self.weights[rows])
+
     @property
     def shape(self) -> torch.Size:
         """The shape (...) of the rows."""

@@ -13,6 +13,12 @@ from grassy.shards import Shard
 
 #: The whole head, and a shard of it: some labels are elsewhere.
 SHARDS = {"whole": Shard(0, 11, 11), "part": Shard(4, 9, 11), "empty": Shard(9, 9, 11)}
+SIZES = ("WHOLE", "CHUNK", "KEEP", "ROWS")
+
+
+def set_sizes(*values):
+    for name, value in zip(SIZES, values, strict=True):
+        setattr(cross_entropy, name, value)
 
 
 def example(shard, dtype=torch.float32):
@@ -33,16 +39,16 @@ def evaluated(impl, shard, dtype=torch.float32, small=False, sampling=None, mixe
         labels = MixedLabels(torch.stack([labels, labels.roll(3)], -1), torch.cat([own, 1 - own], -1))
     rows.requires_grad_()
     weight.requires_grad_()
-    before = cross_entropy.WHOLE, cross_entropy.CHUNK, cross_entropy.KEEP
+    before = [getattr(cross_entropy, name) for name in SIZES]
     if small:
-        cross_entropy.WHOLE, cross_entropy.CHUNK, cross_entropy.KEEP = 1, 80, 80
+        set_sizes(1, 80, 80, 4)
     if sampling:
         options["sampling"] = Sampling(0.4, 5, torch.tensor(2), sampling == "corrected", weight)
     try:
         loss = sharded_subspace_cross_entropy(rows, labels, weight, 12.0, shard, reduction="none", impl=impl, **options)
         (loss * torch.linspace(1, 2, 13, dtype=dtype)).sum().backward()
     finally:
-        cross_entropy.WHOLE, cross_entropy.CHUNK, cross_entropy.KEEP = before
+        set_sizes(*before)
     if sampling:
         places, grad = gradient_of_some(weight)
         forget_gradient(weight)

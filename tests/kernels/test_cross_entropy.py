@@ -42,24 +42,26 @@ def test_they_do_so_in_chunks(chunked, shape, soft):
     normalize=st.booleans(),
     chunk=st.sampled_from([1, 40, 2**24]),
     keep=st.sampled_from([0, 100]),
+    rows=st.sampled_from([1, 2, 4096]),
     gamma=st.sampled_from([-3.0, 1.0, 25.0]),
+    impl=st.sampled_from(["chunks", "reference"]),
 )
-def test_whatever_the_options(shape, soft, smoothing, reduction, normalize, chunk, keep, gamma):
+def test_whatever_the_options(shape, soft, smoothing, reduction, normalize, chunk, keep, rows, gamma, impl):
     x, weight, target = example(*shape, soft)
     if not soft:
         target[1::2] = -100
     with pytest.MonkeyPatch.context() as patch:
         if chunk < 2**24:
-            divide(patch, chunk, keep)
+            divide(patch, chunk, keep, rows)
         options = {"label_smoothing": smoothing, "reduction": reduction}
-        assert max(errors(x, weight, target, "reference", gamma, normalize, **options)) < 3e-5
+        assert max(errors(x, weight, target, impl, gamma, normalize, **options)) < 3e-5
 
 
 def test_chunks_change_nothing_but_rounding(monkeypatch):
     x, weight, target = example(6, 40, 3, 10)
     whole = gradients(lambda x, w: kernels.subspace_cross_entropy(x, w, target), x, weight)
-    for chunk, keep in itertools.product((1, 100, 10 * 3 * 39, 2**24), (0, 600, 2**24)):
-        divide(monkeypatch, chunk, keep)
+    for chunk, keep, rows in itertools.product((1, 100, 10 * 3 * 39, 2**24), (0, 600, 2**24), (4, 4096)):
+        divide(monkeypatch, chunk, keep, rows)
         parts = gradients(lambda x, w: kernels.subspace_cross_entropy(x, w, target), x, weight)
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(whole, parts, strict=True))
 
@@ -218,7 +220,7 @@ def test_under_autocast_it_is_as_close_as_the_plain_composition(monkeypatch, kee
     x = x.to(x_dtype)
     exact = plain(x, weight, target)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = errors(x, weight, target, "reference")
+        ours = errors(x, weight, target, "chunks")
         composed = plain(x.float(), weight, target, dtype=torch.float32)
     theirs = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(composed, exact, strict=True)]
     assert max(ours) < 0.05

@@ -48,11 +48,14 @@ for shape, soft in itertools.product(cases, (False, True)):
     if not soft:
         half[str(shape)] = [logits_errors(x, w, impl, dtype=torch.bfloat16) for impl in ("triton", "reference")]
 
-before = cross_entropy.WHOLE, cross_entropy.CHUNK, cross_entropy.KEEP
+names = "WHOLE", "CHUNK", "KEEP", "ROWS"
+before = [getattr(cross_entropy, name) for name in names]
 for size, soft in itertools.product((1, 700, 2**24), (False, True)):
-    cross_entropy.WHOLE, cross_entropy.CHUNK, cross_entropy.KEEP = 0, size, 800 if soft else 0
+    for name, value in zip(names, (0, size, 800 if soft else 0, 2)):
+        setattr(cross_entropy, name, value)
     losses[f"chunks {size} soft={soft}"] = errors(*example(3, 23, 3, 20, soft), "triton", label_smoothing=0.1)
-cross_entropy.WHOLE, cross_entropy.CHUNK, cross_entropy.KEEP = before
+for name, value in zip(names, before):
+    setattr(cross_entropy, name, value)
 
 x, w, t = example(4, 5, 3, 7)
 x[1], x[2, 3], t[3] = 0, float("nan"), 99
@@ -154,7 +157,7 @@ def test_without_a_gpu_or_the_interpreter_asking_for_kernels_is_an_error():
         kernels.subspace_cross_entropy(x, weight, torch.zeros(4, dtype=torch.int64), impl="triton")
 
 
-SCALARS = {"batch": "i32", "start": "i32", "here": "i32", "classes": "i32", "gamma": "fp32", "smoothing": "fp32"}
+SCALARS = {"stride": "i32", "start": "i32", "here": "i32", "classes": "i32", "gamma": "fp32", "smoothing": "fp32"}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 If there are many coordinates, B x C x K, they exist for one chunk of classes at a time. The forward updates the running
 maximum and sums of each row, chunk by chunk. The backward recomputes the coordinates, except for the first chunks,
-which are stored. Shapes: B batch, C classes, K subspace dimension, N feature dimension. y (B, c·K) holds the
+which are stored. A large batch is processed in blocks of rows within each chunk. Shapes: B batch, C classes, K subspace dimension, N feature dimension. y (B, c·K) holds the
 coordinates of c classes.
 
 Let l_c = γ‖y_c‖. Target probabilities t_c (1 for a label, 0 elsewhere) are smoothed to t'_c = (1−ε)t_c + ε/C, and
@@ -28,6 +28,7 @@ from grassy.kernels.logits import (
 )
 from grassy.kernels.logits import supports as logits_support
 from grassy.kernels.reference import scale_of_long_vectors, subspace_logits
+from grassy.mixed_labels import MixedLabels
 
 #: Up to this number of coordinates, or elements of the weight, which is cast to half precision, there is one chunk.
 WHOLE = 2**26
@@ -35,6 +36,8 @@ WHOLE = 2**26
 CHUNK = 2**24
 #: Largest number of coordinates stored for the backward: 224 MiB in bfloat16. The others are recomputed.
 KEEP = 7 * CHUNK
+#: Rows of a chunk. With more rows, a chunk would hold few classes, and each row would be read and updated more often.
+ROWS = 4096
 
 
 class Terms(NamedTuple):
@@ -204,11 +207,18 @@ def pieces_of(kernels: bool) -> Any:
 def division(x: Tensor, weight: Tensor) -> tuple[int, int]:
     """Return the number of classes per chunk, and of how many classes the coordinates are stored."""
     classes, k, _ = weight.shape
-    of_a_class = max(1, *x.shape) * k
+    batch, n = x.shape
+    of_a_class = max(1, batch, n) * k
     if of_a_class * classes <= WHOLE:
         return max(1, classes), classes
-    size = max(1, CHUNK // of_a_class)
+    size = max(1, CHUNK // (max(1, min(batch, ROWS), n) * k))
     return size, min(classes, KEEP // (size * of_a_class) * size)
+
+
+def row_blocks(batch: int, size: int, k: int) -> list[slice]:
+    """Return blocks of rows for chunks of `size` classes: all rows, unless the chunk would be too large for the cache."""
+    rows = ROWS * max(1, CHUNK // (size * k * ROWS))
+    return [slice(start, min(start + rows, batch)) for start in range(0, max(1, batch), rows)]
 
 
 def _chunks(weight: Tensor, size: int) -> Iterator[tuple[int, int]]:
@@ -237,35 +247,39 @@ def _forward(
     with as_given(x):
         features = pieces.unit(x, dtype)[0] if normalize else x.to(dtype)
         pairs = ((chunk, terms) for chunk in _chunks(weight, size))
-        kept = observe_chunks(features, weight, target.contiguous(), pairs, keep, pieces, state, loss, rows)
+        blocks = row_blocks(len(x), size, weight.shape[1])
+        kept = observe_chunks(features, weight, target.contiguous(), pairs, blocks, keep, pieces, state, loss, rows)
     return loss, rows, kept
 
 
 def observe_chunks(
     features: Tensor,
     weight: Tensor,
-    target: Tensor,
+    target: Tensor | MixedLabels,
     chunks: Iterable[tuple[tuple[int, int], Terms]],
+    blocks: list[slice],
     keep: int,
     pieces: Any,
     *results: Tensor,
 ) -> Tensor:
-    """Call `observe` for each chunk of classes. Returns the coordinates of the first `keep` classes."""
+    """Call `observe` for each chunk of classes and block of rows. Returns the coordinates of the first `keep` classes."""
     kept = features.new_empty(len(features) * keep * weight.shape[1])
     for (start, stop), terms in chunks:
         part = weight[start:stop].flatten(0, 1).to(features.dtype)
-        out = _of_chunk(kept, features, weight, start, stop) if stop <= keep else None
-        y = torch.mm(features, part.T, out=out)
-        pieces.observe(y, target, start, terms, *results)
-        del part, y, out  # free the memory before the next chunk
+        for block in blocks:
+            out = _of_chunk(kept, features, weight, start, stop)[block] if stop <= keep else None
+            y = torch.mm(features[block], part.T, out=out)
+            pieces.observe(y, target[block], start, terms, *(result[..., block] for result in results))
+            del y, out  # free the memory before the next product
     return kept
 
 
 def pull_back_chunks(
     features: Tensor,
     weight: Tensor,
-    target: Tensor,
+    target: Tensor | MixedLabels,
     chunks: Iterable[tuple[tuple[int, int], Terms]],
+    blocks: list[slice],
     keep: int,
     pieces: Any,
     rows: Tensor,
@@ -275,19 +289,25 @@ def pull_back_chunks(
     for_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of features (B, N), in float32, and weight (C, K, N), given that of the losses (B,)."""
-    dweight = weight.new_empty(weight.shape if for_weight else 0)
+    # The gradient of a half-precision weight is a sum over blocks, too.
+    dtype = weight.dtype if len(blocks) == 1 else torch.promote_types(weight.dtype, torch.float32)
+    dweight = weight.new_empty(weight.shape if for_weight else 0, dtype=dtype)
     v = features.new_zeros(features.shape, dtype=torch.float32)
     for (start, stop), terms in chunks:
         part = weight[start:stop].flatten(0, 1).to(features.dtype)
         is_kept = stop <= keep
-        y = _of_chunk(kept, features, weight, start, stop) if is_kept else torch.mm(features, part.T)
-        g = pieces.pull_back(y, target, start, terms, rows, grad, torch.empty_like(y) if is_kept else y)
-        if for_x:
-            v += product(g, part, torch.float32)
-        if for_weight:
-            product(g.T, features, weight.dtype, out=dweight[start:stop].flatten(0, 1))
-        del part, y, g  # free the memory before the next chunk
-    return v, dweight
+        for block in blocks:
+            y = _of_chunk(kept, features, weight, start, stop)[block] if is_kept else torch.mm(features[block], part.T)
+            out = torch.empty_like(y) if is_kept else y
+            g = pieces.pull_back(y, target[block], start, terms, rows[:, block], grad[block], out)
+            if for_x:
+                v[block] += product(g, part, torch.float32)
+            if for_weight and block.start == 0:
+                product(g.T, features[block], dtype, out=dweight[start:stop].flatten(0, 1))
+            elif for_weight:
+                dweight[start:stop].flatten(0, 1).add_(product(g.T, features[block], dtype))
+            del y, out, g  # free the memory before the next product
+    return v, dweight.to(weight.dtype)
 
 
 def _of_chunk(kept: Tensor, x: Tensor, weight: Tensor, start: int, stop: int) -> Tensor:
@@ -331,8 +351,9 @@ def _backward(
     with as_given(x):
         features, inverse = pieces.unit(x, dtype) if normalize else (x.to(dtype), None)
         pairs = ((chunk, terms) for chunk in _chunks(weight, size))
+        blocks = row_blocks(len(x), size, weight.shape[1])
         v, dweight = pull_back_chunks(
-            features, weight, target, pairs, keep, pieces, rows, grad, kept, for_x, for_weight
+            features, weight, target, pairs, blocks, keep, pieces, rows, grad, kept, for_x, for_weight
         )
         if for_x:
             dx = x.new_empty(x.shape).copy_(v) if inverse is None else pieces.unit_grad(x, inverse, v)

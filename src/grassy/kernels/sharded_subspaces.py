@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grassy.kernels import collectives, dispatch
-from grassy.kernels.cross_entropy import Terms, division, observe_chunks, pieces_of, pull_back_chunks
+from grassy.kernels.cross_entropy import Terms, division, observe_chunks, pieces_of, pull_back_chunks, row_blocks
 from grassy.kernels.logits import as_given, no_second_derivative, wants_grad
 from grassy.kernels.reference import subspace_logits
 from grassy.kernels.sampling import Sampling, TakeClasses, drawn, places_of
@@ -153,46 +153,52 @@ class _Mixtures:
     T p_c − t'_c must be rounded once.
     """
 
-    def __init__(self, pieces: Any, places: Tensor, weights: Tensor) -> None:
-        self.pieces, self.places, self.weights = pieces, places, weights
+    def __init__(self, pieces: Any) -> None:
+        self.pieces = pieces
 
-    def observe(self, y: Tensor, none: Tensor, start: int, terms: Terms, state: Tensor, *results: Tensor) -> None:
-        self.pieces.observe(y, none, start, terms, state, *results)
-        for number in range(self.places.shape[1]):
-            _, here, mine = self._label(y, number, start, terms)
+    def observe(self, y: Tensor, target: MixedLabels, start: int, terms: Terms, state: Tensor, *results: Tensor) -> None:
+        self.pieces.observe(y, _no_labels(target), start, terms, state, *results)
+        for number in range(target.labels.shape[1]):
+            _, here, mine = _label(y, target.labels[:, number], start, terms.k)
             logit = terms.gamma * torch.linalg.vector_norm(mine, dim=-1) + terms.shift
-            state[2] += torch.where(here, self.weights[:, number] * logit, 0)
+            state[2] += torch.where(here, target.weights[:, number] * logit, 0)
 
     def pull_back(
-        self, y: Tensor, none: Tensor, start: int, terms: Terms, rows: Tensor, grad: Tensor, out: Tensor
+        self, y: Tensor, target: MixedLabels, start: int, terms: Terms, rows: Tensor, grad: Tensor, out: Tensor
     ) -> Tensor:
-        labels = [self._label(y, number, start, terms) for number in range(self.places.shape[1])]  # out may be y
-        result: Tensor = self.pieces.pull_back(y, none, start, terms, rows, grad, out)
+        places, weights = target.labels, target.weights
+        labels = [_label(y, each, start, terms.k) for each in places.unbind(-1)]  # before `out`, which may be y
+        result: Tensor = self.pieces.pull_back(y, _no_labels(target), start, terms, rows, grad, out)
         of_class, row = result.unflatten(-1, (-1, terms.k)), torch.arange(len(y), device=y.device)
         for number, (index, here, mine) in enumerate(labels):
             norm = torch.linalg.vector_norm(mine, dim=-1)
-            same = self.places == self.places[:, number : number + 1]
-            share = (1 - terms.smoothing) * (self.weights * same).sum(-1) + terms.smoothing / terms.classes
+            same = places == places[:, number : number + 1]
+            share = (1 - terms.smoothing) * (weights * same).sum(-1) + terms.smoothing / terms.classes
             slope = grad * (rows[1] * (terms.gamma * norm + terms.shift - rows[0]).exp() - share)
             exact = mine * torch.where(norm == 0, 0, terms.gamma * slope / norm).unsqueeze(-1)
             of_class[row, index] = torch.where(here.unsqueeze(-1), exact.to(result.dtype), of_class[row, index])
         return result
 
-    def _label(self, y: Tensor, number: int, start: int, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
-        """Return for one label per row its index in the chunk (B,), whether it is there, and its coordinates (B, K)."""
-        of_class = y.unflatten(-1, (-1, terms.k))
-        index = self.places[:, number] - start
-        here = (index >= 0) & (index < of_class.shape[1])
-        index = index.where(here, 0)
-        return index, here, of_class[torch.arange(len(y), device=y.device), index].float()
+
+def _no_labels(target: MixedLabels) -> Tensor:
+    return torch.full_like(target.labels[:, 0], -1)
 
 
-def _with_labels(kernels: bool, places: Tensor, weights: Tensor | None) -> tuple[Any, Tensor]:
-    """Return the functions for these labels, and the label index per row for the kernels: -1 for mixtures."""
+def _label(y: Tensor, places: Tensor, start: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for one label per row its index in the chunk (B,), whether it is there, and its coordinates (B, K)."""
+    of_class = y.unflatten(-1, (-1, k))
+    index = places - start
+    here = (index >= 0) & (index < of_class.shape[1])
+    index = index.where(here, 0)
+    return index, here, of_class[torch.arange(len(y), device=y.device), index].float()
+
+
+def _with_labels(kernels: bool, places: Tensor, weights: Tensor | None) -> tuple[Any, Tensor | MixedLabels]:
+    """Return the functions for these labels, and the labels as they take them."""
     pieces = pieces_of(kernels)
     if weights is None:
         return pieces, places.contiguous()
-    return _Mixtures(pieces, places, weights.float()), torch.full_like(places[:, 0], -1)
+    return _Mixtures(pieces), MixedLabels(places, weights.float())
 
 
 @torch.library.custom_op("grassy::observe_shard", mutates_args=())
@@ -209,13 +215,14 @@ def _observe_shard(
     kernels: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the state (5, B) of `cross_entropy.observe` after all classes here, and the stored coordinates."""
-    pieces, one = _with_labels(kernels, places, weights)
+    pieces, target = _with_labels(kernels, places, weights)
+    blocks = row_blocks(len(x), size, weight.shape[1])
     terms = Terms(weight.shape[0], weight.shape[1], gamma, 0.0, -2, finish=False)
     state, loss, rows = (x.new_zeros(*shape, len(x), dtype=torch.float32) for shape in ((5,), (), (2,)))
     state[0] = -torch.inf
     with as_given(x):
         pairs = _chunks(weight, size, boundary, shift, terms)
-        kept = observe_chunks(x, weight, one, pairs, keep, pieces, state, loss, rows)
+        kept = observe_chunks(x, weight, target, pairs, blocks, keep, pieces, state, loss, rows)
     return state, kept
 
 
@@ -250,12 +257,15 @@ def _pull_back_shard(
 
     `rows` (2, B) are log Σ exp l_c and T of each row.
     """
-    pieces, one = _with_labels(kernels, places, weights)
+    pieces, target = _with_labels(kernels, places, weights)
+    blocks = row_blocks(len(x), size, weight.shape[1])
     terms = Terms(classes, weight.shape[1], gamma, eps, -2, finish=False)
     grad, kept = grad.contiguous(), kept.contiguous()
     with as_given(x):
         pairs = _chunks(weight, size, boundary, shift, terms)
-        return pull_back_chunks(x, weight, one, pairs, keep, pieces, rows, grad, kept, for_x, for_weight)
+        return pull_back_chunks(
+            x, weight, target, pairs, blocks, keep, pieces, rows, grad, kept, for_x, for_weight
+        )
 
 
 @_pull_back_shard.register_fake

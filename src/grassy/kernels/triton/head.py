@@ -58,14 +58,14 @@ def lengths_grad(y: Tensor, grad: Tensor, k: int, gamma: float) -> Tensor:
 
 
 def observe(y, target, start, terms, state, loss, rows):
-    batch, here = y.shape[0], y.shape[1] // terms.k
-    _observe[(batch,)](
+    here = y.shape[1] // terms.k
+    _observe[(len(y),)](
         y,
         target,
         state,
         loss,
         rows,
-        batch,
+        state.stride(0),  # that of rows, too
         start,
         here,
         terms.classes,
@@ -90,7 +90,7 @@ def pull_back(y, target, start, terms, rows, grad, out):
         rows,
         grad,
         out,
-        batch,
+        rows.stride(0),
         start,
         here,
         terms.classes,
@@ -193,7 +193,7 @@ def _observe(
     state_pointer,
     loss_pointer,
     rows_pointer,
-    batch,
+    stride,
     start,
     here,
     classes,
@@ -245,11 +245,11 @@ def _observe(
         before = tl.load(state_pointer)
         raised = tl.maximum(before, maximum)
         exponential = exponential * tl.exp(maximum - raised)
-        exponential += tl.load(state_pointer + batch) * tl.exp(before - raised)
+        exponential += tl.load(state_pointer + stride) * tl.exp(before - raised)
         maximum = raised
-        picked += tl.load(state_pointer + 2 * batch)
-        total += tl.load(state_pointer + 3 * batch)
-        mass += tl.load(state_pointer + 4 * batch)
+        picked += tl.load(state_pointer + 2 * stride)
+        total += tl.load(state_pointer + 3 * stride)
+        mass += tl.load(state_pointer + 4 * stride)
     if LAST:
         logarithm = tl.log(exponential)
         if SOFT:
@@ -264,13 +264,13 @@ def _observe(
             loss = tl.where(label == ignore_index, 0.0, loss)
         tl.store(loss_pointer + row, loss)
         tl.store(rows_pointer + row, maximum + logarithm)
-        tl.store(rows_pointer + batch + row, weight)
+        tl.store(rows_pointer + stride + row, weight)
     else:
         tl.store(state_pointer, maximum)
-        tl.store(state_pointer + batch, exponential)
-        tl.store(state_pointer + 2 * batch, picked)
-        tl.store(state_pointer + 3 * batch, total)
-        tl.store(state_pointer + 4 * batch, mass)
+        tl.store(state_pointer + stride, exponential)
+        tl.store(state_pointer + 2 * stride, picked)
+        tl.store(state_pointer + 3 * stride, total)
+        tl.store(state_pointer + 4 * stride, mass)
 
 
 @triton.jit
@@ -280,7 +280,7 @@ def _pull_back(
     rows_pointer,
     grad_pointer,
     out_pointer,
-    batch,
+    stride,
     start,
     here,
     classes,
@@ -305,7 +305,7 @@ def _pull_back(
         grad = tl.where(label == ignore_index, 0.0, grad)
     share = (1 - smoothing) * share + smoothing / classes
     probability = tl.exp(gamma * norm + shift - tl.load(rows_pointer + row))
-    slope = grad * (tl.load(rows_pointer + batch + row) * probability - share)
+    slope = grad * (tl.load(rows_pointer + stride + row) * probability - share)
     tl.debug_barrier()  # out may be y, and several threads of a small tile read the same element
     tl.store(out_pointer + place, _direction(y, norm, gamma * slope), inside)
 
