@@ -5,11 +5,12 @@ wrong values. So memory, kernels and launches are those of one process of W, and
 
 For each case it measures the time of an update (loss, backward and step), the peak memory, and the bytes sent, counted
 and by formula. It compares them with the same local work in one process without sharding: the classes of one shard, and
-the features of all processes. `--model` prints modelled communication times in three networks, and what fits on a GPU;
-it measures nothing and needs no GPU. `--device cpu --small` shows on any machine that the script works.
+the features of all processes. `--tables` prints the tables of docs/scale-out.md: modelled communication times in three
+networks, what fits on a GPU, and the saved measurements. It measures nothing and needs no GPU. `--device cpu --small` shows on any machine that the script works.
 """
 
 import argparse
+import json
 import resource
 import statistics
 import time
@@ -49,6 +50,8 @@ CASES = (
     Case(256, 100_000_000, sample=0.1),
 )
 SMALL = (Case(1, 2_000, 32, 2, 64), Case(8, 16_000, 8, 2, 64), Case(64, 100_000, 4, 2, 64, sample=0.1))
+
+RESULTS = Path(__file__).parent / "results/scale_out_gpu.json"
 
 #: Seconds that a collective takes to start, and bytes that a process sends in a second.
 NETWORKS = {
@@ -182,16 +185,35 @@ def what_fits(rest: float = 8 * 2**30) -> str:
     return table(["GPUs", "k=1, n=512", "k=4, n=512", "k=4, n=512, sample=0.1", "k=8, n=768"], rows)
 
 
+def measured(result: dict[str, Any]) -> str:
+    """What the saved cases cost."""
+    rows = [
+        [
+            f"{case['classes'] / 1e6:g} million",
+            str(case["world"]),
+            f"{case['sample']:g}",
+            f"{1e3 * case['sharded']['seconds']:.1f}",
+            f"{case['ratio']:.2f}" if case["ratio"] else "–",
+            f"{case['sharded']['peak GiB']:.1f}",
+            f"{case['bytes'] / 1e6:.1f}",
+        ]
+        for case in result["cases"]
+    ]
+    heads = ["classes", "processes", "sample", "update (ms)", "times the work alone", "peak (GiB)", "sent (MB)"]
+    return table(heads, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--model", action="store_true", help="print the modelled tables and measure nothing")
+    parser.add_argument("--tables", action="store_true", help="print the tables of the page and measure nothing")
     parser.add_argument("--output", type=Path, help="where to write the results, as JSON")
     arguments = parser.parse_args()
-    if arguments.model:
-        print(f"{weak_scaling()}\n\n{what_fits()}")
+    if arguments.tables:
+        saved = json.loads(RESULTS.read_text(encoding="utf-8"))
+        print(f"{what_fits()}\n\n{weak_scaling()}\n\n{measured(saved)}")
         return
     need_gpu(arguments.device)
     results = []
