@@ -2,8 +2,8 @@
 
 If there are many coordinates, B x C x K, they exist for one chunk of classes at a time. The forward updates the running
 maximum and sums of each row, chunk by chunk. The backward recomputes the coordinates, except for the first chunks,
-which are stored. A large batch is processed in blocks of rows within each chunk. Shapes: B batch, C classes, K subspace dimension, N feature dimension. y (B, c·K) holds the
-coordinates of c classes.
+which are stored. A large batch is processed in blocks of rows within each chunk. Shapes: B batch, C classes, K subspace
+dimension, N feature dimension. y (B, c·K) holds the coordinates of c classes.
 
 Let l_c = γ‖y_c‖. Target probabilities t_c (1 for a label, 0 elsewhere) are smoothed to t'_c = (1−ε)t_c + ε/C, and
 T = Σ t'_c. The loss of a row is Σ t'_c (log Σ exp l − l_c), and ∂loss/∂l_c = T p_c − t'_c with p = softmax(l).
@@ -216,7 +216,7 @@ def division(x: Tensor, weight: Tensor) -> tuple[int, int]:
 
 
 def row_blocks(batch: int, size: int, k: int) -> list[slice]:
-    """Return blocks of rows for chunks of `size` classes: all rows, unless the chunk would be too large for the cache."""
+    """Return blocks of rows for chunks of `size` classes, such that a block of a chunk fits into the cache."""
     rows = ROWS * max(1, CHUNK // (size * k * ROWS))
     return [slice(start, min(start + rows, batch)) for start in range(0, max(1, batch), rows)]
 
@@ -262,7 +262,7 @@ def observe_chunks(
     pieces: Any,
     *results: Tensor,
 ) -> Tensor:
-    """Call `observe` for each chunk of classes and block of rows. Returns the coordinates of the first `keep` classes."""
+    """Call `observe` for all chunks and blocks of rows. Returns the coordinates of the first `keep` classes."""
     kept = features.new_empty(len(features) * keep * weight.shape[1])
     for (start, stop), terms in chunks:
         part = weight[start:stop].flatten(0, 1).to(features.dtype)

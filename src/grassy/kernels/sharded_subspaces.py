@@ -156,7 +156,9 @@ class _Mixtures:
     def __init__(self, pieces: Any) -> None:
         self.pieces = pieces
 
-    def observe(self, y: Tensor, target: MixedLabels, start: int, terms: Terms, state: Tensor, *results: Tensor) -> None:
+    def observe(
+        self, y: Tensor, target: MixedLabels, start: int, terms: Terms, state: Tensor, *results: Tensor
+    ) -> None:
         self.pieces.observe(y, _no_labels(target), start, terms, state, *results)
         for number in range(target.labels.shape[1]):
             _, here, mine = _label(y, target.labels[:, number], start, terms.k)
@@ -263,9 +265,7 @@ def _pull_back_shard(
     grad, kept = grad.contiguous(), kept.contiguous()
     with as_given(x):
         pairs = _chunks(weight, size, boundary, shift, terms)
-        return pull_back_chunks(
-            x, weight, target, pairs, blocks, keep, pieces, rows, grad, kept, for_x, for_weight
-        )
+        return pull_back_chunks(x, weight, target, pairs, blocks, keep, pieces, rows, grad, kept, for_x, for_weight)
 
 
 @_pull_back_shard.register_fake
