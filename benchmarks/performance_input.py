@@ -1,5 +1,6 @@
 """The table and the picture of docs/performance.md about input from JPEG files."""
 
+import statistics
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -7,8 +8,8 @@ from matplotlib.figure import Figure
 from benchmarks.markdown import Result, table
 from grassy.report.pictures import BLUE, GREEN, GREY, ORANGE, tidy
 
-#: By their names in the results; the last two are measured on a GPU alone.
-PARTS = {"disk": GREY, "decode": BLUE, "augment": ORANGE, "collate": GREEN, "copy": "0.4", "compute": "0.85"}
+#: By their names in the results; the copy is measured on a GPU alone.
+PARTS = {"disk": GREY, "decode": BLUE, "augment": ORANGE, "collate": GREEN, "copy": "0.4"}
 IMAGENET_SIZE = [500, 375]
 
 
@@ -45,7 +46,10 @@ def input_from_files(result: Result, images: Path) -> str:
 
 
 def picture(result: Result) -> Figure:
-    """The time of each part per image, in each way, over the workers that share it."""
+    """The time of each part per image, in each way, over the workers that share it.
+
+    An iteration runs at the same time. A dashed line marks its time per image, which the input must not exceed.
+    """
     bars = {
         f"{title}\n{way}": _parts(result, title, way) for title, ways in result["stages_us"].items() for way in ways
     }
@@ -56,13 +60,17 @@ def picture(result: Result) -> Figure:
         for part, milliseconds in parts.items():
             axes.barh(row, milliseconds, 0.7, start, color=PARTS[part], label=part if row == 0 else None)
             start += milliseconds
-        axes.text(start, row, f" {start:.2f}", va="center", fontsize=9)
+        beside = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
+        axes.annotate(f"{start:.2f}", (start, row), bbox={"color": "white", "pad": 1}, **beside)
+    if compute := _compute(result):
+        label = f"iteration of {result['model']}: {compute:.2f}"
+        axes.axvline(compute, color="0.2", linewidth=1, linestyle="--", label=label)
     axes.set_yticks(range(len(bars)), list(bars), fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * max(sum(parts.values()) for parts in bars.values()))
     share = f", shared by {result['workers']} workers" if result["workers"] > 1 else ", one process"
     axes.set_xlabel(f"milliseconds per image{share}")
-    figure.legend(frameon=False, fontsize=9, ncols=len(PARTS), loc="outside upper center")
+    figure.legend(frameon=False, fontsize=9, ncols=len(PARTS) + 1, loc="outside upper center")
     tidy(axes)
     return figure
 
@@ -71,6 +79,10 @@ def _parts(result: Result, title: str, way: str) -> dict[str, float]:
     parts = {part: us / 1000 / max(1, result["workers"]) for part, us in result["stages_us"][title][way].items()}
     if result["gpu"]:
         parts["copy"] = 1000 / result["device"]["copy of uint8 to the device"]
-    if result["training"]:
-        parts["compute"] = 1000 / result["training"][title]["medians"]["resident"]
     return parts
+
+
+def _compute(result: Result) -> float | None:
+    """Milliseconds of an iteration per image, without input."""
+    rates = [found["medians"]["resident"] for found in result["training"].values()]
+    return 1000 / statistics.median(rates) if rates else None

@@ -164,9 +164,9 @@ TABLES: dict[str, Callable[[Result, Path], str]] = {
     "head_gpu": head,
     "memory_gpu": memory,
     "iteration_gpu": iteration,
+    "input_gpu": input_from_files,
     "input_cpu": input_from_files,
     "input_large_cpu": input_from_files,
-    "input_gpu": input_from_files,
     "gpu_tests_gpu": gpu_tests,
 }
 

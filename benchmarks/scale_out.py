@@ -6,7 +6,8 @@ wrong values. So memory, kernels and launches are those of one process of W, and
 For each case it measures the time of an update (loss, backward and step), the peak memory, and the bytes sent, counted
 and by formula. It compares them with the same local work in one process without sharding: the classes of one shard, and
 the features of all processes. `--tables` prints the tables of docs/scale-out.md: modelled communication times in three
-networks, what fits on a GPU, and the saved measurements. It measures nothing and needs no GPU. `--device cpu --small` shows on any machine that the script works.
+networks, what fits on a GPU, and the saved measurements. It measures nothing and needs no GPU. `--device cpu --small`
+shows on any machine that the script works.
 """
 
 import argparse
