@@ -215,7 +215,7 @@ def division(x: Tensor, weight: Tensor) -> tuple[int, int]:
     return size, min(classes, KEEP // (size * of_a_class) * size)
 
 
-def row_blocks(batch: int, size: int, k: int) -> list[slice]:
+def batch_blocks(batch: int, size: int, k: int) -> list[slice]:
     """Return blocks of rows for chunks of `size` classes, such that a block of a chunk fits into the cache."""
     rows = ROWS * max(1, CHUNK // (size * k * ROWS))
     return [slice(start, min(start + rows, batch)) for start in range(0, max(1, batch), rows)]
@@ -247,7 +247,7 @@ def _forward(
     with as_given(x):
         features = pieces.unit(x, dtype)[0] if normalize else x.to(dtype)
         pairs = ((chunk, terms) for chunk in _chunks(weight, size))
-        blocks = row_blocks(len(x), size, weight.shape[1])
+        blocks = batch_blocks(len(x), size, weight.shape[1])
         kept = observe_chunks(features, weight, target.contiguous(), pairs, blocks, keep, pieces, state, loss, rows)
     return loss, rows, kept
 
@@ -351,7 +351,7 @@ def _backward(
     with as_given(x):
         features, inverse = pieces.unit(x, dtype) if normalize else (x.to(dtype), None)
         pairs = ((chunk, terms) for chunk in _chunks(weight, size))
-        blocks = row_blocks(len(x), size, weight.shape[1])
+        blocks = batch_blocks(len(x), size, weight.shape[1])
         v, dweight = pull_back_chunks(
             features, weight, target, pairs, blocks, keep, pieces, rows, grad, kept, for_x, for_weight
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grassy.kernels import collectives, dispatch
-from grassy.kernels.cross_entropy import Terms, division, observe_chunks, pieces_of, pull_back_chunks, row_blocks
+from grassy.kernels.cross_entropy import Terms, batch_blocks, division, observe_chunks, pieces_of, pull_back_chunks
 from grassy.kernels.logits import as_given, no_second_derivative, wants_grad
 from grassy.kernels.reference import subspace_logits
 from grassy.kernels.sampling import Sampling, TakeClasses, drawn, places_of
@@ -218,7 +218,7 @@ def _observe_shard(
 ) -> tuple[Tensor, Tensor]:
     """Return the state (5, B) of `cross_entropy.observe` after all classes here, and the stored coordinates."""
     pieces, target = _with_labels(kernels, places, weights)
-    blocks = row_blocks(len(x), size, weight.shape[1])
+    blocks = batch_blocks(len(x), size, weight.shape[1])
     terms = Terms(weight.shape[0], weight.shape[1], gamma, 0.0, -2, finish=False)
     state, loss, rows = (x.new_zeros(*shape, len(x), dtype=torch.float32) for shape in ((5,), (), (2,)))
     state[0] = -torch.inf
@@ -260,7 +260,7 @@ def _pull_back_shard(
     `rows` (2, B) are log Σ exp l_c and T of each row.
     """
     pieces, target = _with_labels(kernels, places, weights)
-    blocks = row_blocks(len(x), size, weight.shape[1])
+    blocks = batch_blocks(len(x), size, weight.shape[1])
     terms = Terms(classes, weight.shape[1], gamma, eps, -2, finish=False)
     grad, kept = grad.contiguous(), kept.contiguous()
     with as_given(x):
