@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import grassy
 from grassy.data import held_out
 from grassy.data.images import ArrayImages, open_images
+from grassy.data.torchvision_images import TorchvisionImages
 from grassy.inference import feature_models
 from grassy.inference import features as feature_module
 from grassy.inference.feature_models import FeatureModel, open_model
@@ -296,7 +297,7 @@ def test_images_in_no_file_are_told_apart_by_what_they_show():
         def __getitem__(self, index):
             return Image.new("RGB", (4, 4), (self.shades[index],) * 3), 0
 
-    keys = [feature_module.fingerprint(datasets.ReaderImages(Shades(s), "torch/x")) for s in ([1, 2], [1, 2], [1, 3])]
+    keys = [feature_module.fingerprint(TorchvisionImages(Shades(s), "torch/x")) for s in ([1, 2], [1, 2], [1, 3])]
     assert keys[0] == keys[1] != keys[2]
 
 

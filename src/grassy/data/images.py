@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from grassy.data.class_folders import is_hidden, open_files
-from grassy.data.decode import Crop, crop_of, read_pixels, to_rgb
+from grassy.data.decode import Crop, crop_of, read_pixels
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, advice
+from grassy.data.torchvision_images import TorchvisionImages
 from grassy.runs.recipe_values import check_dataset
 from grassy.runs.schema import open_regular
 from grassy.spelling import nearest
@@ -186,41 +187,31 @@ def digits(split: str) -> ArrayImages:
 
 
 class ReaderImages:
-    """Images of a random-access timm reader, or of a torchvision dataset.
+    """Images of a random-access timm reader.
 
     Args:
-        dataset: An object with such a `reader`, or the dataset of torchvision.
-        where: Where the images come from, for messages.
+        reader: The reader.
     """
 
-    def __init__(self, dataset: Any, where: str) -> None:
-        self.dataset, self.where = dataset, where
-        reader = getattr(dataset, "reader", None)
+    def __init__(self, reader: Any) -> None:
         self.reader = reader
         names = getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None)
-        names = names or getattr(dataset, "class_to_idx", None)
         self.class_names: Sequence[str] | None = sorted(names, key=lambda name: names[name]) if names else None
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.reader)
 
     def load(self, index: int, crop: Crop | None = None) -> tuple[np.ndarray, int]:
-        if self.reader is None:
-            image, label = self.dataset[index]
-            return crop_of(np.array(to_rgb(image)), crop), int(label)
         # The reader itself, not timm's ImageDataset, which would silently replace a broken image by another.
         file, label, *_ = self.reader[index]
         with file:
             return read_pixels(file, crop), int(label)
 
     def name(self, index: int) -> str:
-        if self.reader is None:
-            return f"{self.where}[{index}]"
         return str(self.reader.filename(index, absolute=True))
 
     def labels(self) -> np.ndarray | None:
-        samples = getattr(self.reader, "samples", None)  # timm's readers
-        targets = getattr(self.reader, "targets", getattr(self.dataset, "targets", None))
+        targets, samples = getattr(self.reader, "targets", None), getattr(self.reader, "samples", None)
         if targets is None and samples is not None:
             targets = [label for _, label in samples]
         return None if targets is None else np.asarray(targets, dtype=np.int64)
@@ -237,12 +228,16 @@ def _from_timm(name: str, data_dir: Path, split: str) -> Images:
     except RuntimeError as error:  # torchvision: not found or corrupted; its advice does not apply here
         why = str(error).replace("You can use download=True to download it", "grassy downloads nothing")
         raise ValueError(f"{name} in {data_dir}: {why}") from None
+    reader = getattr(dataset, "reader", None)
+    return of_torchvision(dataset, name) if reader is None else ReaderImages(reader)
+
+
+def of_torchvision(dataset: Any, name: str) -> Images:
+    """The images of a torchvision dataset; those of CIFAR as an array."""
     pixels, targets = getattr(dataset, "data", None), getattr(dataset, "targets", None)
-    if (
-        isinstance(pixels, np.ndarray) and targets is not None
-    ):  # torchvision's CIFAR, which the resident loader supports
+    if isinstance(pixels, np.ndarray) and targets is not None:
         return ArrayImages(pixels, np.asarray(targets), getattr(dataset, "classes", None), name)
-    return ReaderImages(dataset, name)
+    return TorchvisionImages(dataset, name)
 
 
 class Joined:

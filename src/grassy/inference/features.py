@@ -26,6 +26,7 @@ from grassy.data.batch_transforms import Preparation
 from grassy.data.class_folders import FolderImages
 from grassy.data.images import ArrayImages, Images, Joined, ReaderImages
 from grassy.data.loader import Failure, Share, ValidationLoader
+from grassy.data.torchvision_images import TorchvisionImages
 from grassy.data.transforms import Transform, eval_transform
 from grassy.inference.feature_models import FeatureModel
 from grassy.surgery import find_classifiers
@@ -181,7 +182,7 @@ def fingerprint(images: Images) -> str:
         status = os.stat(name) if os.path.exists(name) else None
         files += status is not None
         add(name, *([status.st_size, status.st_mtime_ns] if status else []))
-    if not files and isinstance(images, ReaderImages):
+    if not files and isinstance(images, ReaderImages | TorchvisionImages):
         _add_contents(images, add, digest.update)
     labels = images.labels()
     if labels is not None:
@@ -189,10 +190,10 @@ def fingerprint(images: Images) -> str:
     return digest.hexdigest()
 
 
-def _add_contents(images: ReaderImages, add: Any, update: Any) -> None:
+def _add_contents(images: ReaderImages | TorchvisionImages, add: Any, update: Any) -> None:
     """Hash images that are not separate files: by their arrays, or else by decoding each of them."""
-    pixels = getattr(images.dataset, "data", None)
-    version = getattr(getattr(images.reader, "dataset", None), "_fingerprint", None)  # Hugging Face datasets
+    dataset = getattr(images.reader if isinstance(images, ReaderImages) else images, "dataset", None)
+    pixels, version = getattr(dataset, "data", None), getattr(dataset, "_fingerprint", None)  # of Hugging Face
     if isinstance(pixels, np.ndarray | Tensor):
         array = np.ascontiguousarray(pixels)
         add(array.shape, str(array.dtype))

@@ -1,25 +1,13 @@
 """The datasets of the paper's transfer tables, with their splits and metrics, and your own datasets."""
 
-import functools
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from grassy.data.class_folders import is_hidden, open_files
-from grassy.data.decode import Crop, read_rgb
 from grassy.data.held_out import split as split_set
-from grassy.data.images import (
-    ArrayImages,
-    Images,
-    Joined,
-    ReaderImages,
-    arrays_from_file,
-    open_images,
-)
+from grassy.data.images import Images, Joined, arrays_from_file, of_torchvision, open_images
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, folders_in, holds_images
 from grassy.data.run_images import data_dir_of, run_images, run_recipe
 from grassy.runs.recipe import Recipe
@@ -170,9 +158,8 @@ def _torchvision(name: str, data_dir: Path) -> tuple[Images, Images]:
     kind, train, test, _ = KNOWN[name]
     build: Callable[..., Any] = getattr(datasets, kind)
     try:
-        parts = [_images(build(str(data_dir), download=False, **split), name) for split in train]
-        return parts[0] if len(parts) == 1 else Joined(parts), _images(
-            build(str(data_dir), download=False, **test), name
+        *parts, held_out = (
+            of_torchvision(build(str(data_dir), download=False, **split), name) for split in (*train, test)
         )
     except (RuntimeError, OSError, ModuleNotFoundError) as error:
         reason = " ".join(str(error).split())
@@ -180,37 +167,4 @@ def _torchvision(name: str, data_dir: Path) -> tuple[Images, Images]:
             f"{name} is not in {data_dir}: put class folders or .npz files into {data_dir / name}, or download it with "
             f"torchvision.datasets.{kind}({str(data_dir)!r}, download=True) ({reason})"
         ) from None
-
-
-def _images(dataset: Any, name: str) -> Images:
-    pixels, targets = getattr(dataset, "data", None), getattr(dataset, "targets", None)
-    if isinstance(pixels, np.ndarray) and targets is not None:
-        return ArrayImages(pixels, np.asarray(targets), getattr(dataset, "classes", None), name)
-    return FileImages(dataset, name)
-
-
-class FileImages(ReaderImages):
-    """A torchvision dataset that reads files, with their names and labels."""
-
-    @functools.cached_property
-    def _known_labels(self) -> np.ndarray | None:
-        return self.labels()
-
-    def load(self, index: int, crop: Crop | None = None) -> tuple[np.ndarray, int]:
-        file = self.name(index)
-        if self._known_labels is None or not os.path.exists(file):
-            return super().load(index, crop)
-        # torchvision would open any format that Pillow knows.
-        return read_rgb(file, crop), int(self._known_labels[index])
-
-    def name(self, index: int) -> str:
-        files = next((v for k, v in vars(self.dataset).items() if k in ("_image_files", "_images")), None)
-        if files is None and hasattr(self.dataset, "_samples"):
-            return str(self.dataset._samples[index][0])
-        return str(files[index]) if files is not None else super().name(index)
-
-    def labels(self) -> np.ndarray | None:
-        labels = getattr(self.dataset, "_labels", None)
-        if labels is None and hasattr(self.dataset, "_samples"):
-            labels = [label for _, label in self.dataset._samples]
-        return super().labels() if labels is None else np.asarray(labels, dtype=np.int64)
+    return parts[0] if len(parts) == 1 else Joined(parts), held_out
