@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -55,6 +56,11 @@ def create_model(
         head_options |= {"num_classes": num_classes, "device": "meta"}
     replace_head(model, head.get("name", "linear"), **head_options)
     return model
+
+
+def without_pretrained(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a model, for an architecture whose weights come from elsewhere."""
+    return {name: value for name, value in options.items() if name != "pretrained"}
 
 
 def check_name(name: str) -> None:

@@ -20,7 +20,7 @@ from grassy.distributed.saves import MANIFEST
 from grassy.heads import Head, check_head_options, describe, heads_of
 from grassy.heads.state import KEY
 from grassy.inference.model_card import is_unedited, model_card, sealed
-from grassy.models import import_timm
+from grassy.models import import_timm, without_pretrained
 from grassy.runs.hub import ADAPTER_WEIGHTS, ALL_WEIGHTS, CARD, CONFIG, HEAD, WEIGHTS, is_folder_of_hub, read_config
 from grassy.runs.recipe import DEFAULTS
 from grassy.runs.recipe_files import ARGS
@@ -92,7 +92,7 @@ def _timm_config(model: nn.Module, about: Description) -> bytes:
         num_features=getattr(model, "num_features", None),
         global_pool=getattr(model, "global_pool", None),
     )
-    options = {name: value for name, value in about.model_kwargs.items() if name != "pretrained"}
+    options = without_pretrained(about.model_kwargs)
     extra = {"label_names": about.class_names, HEAD: about.head}
     with tempfile.TemporaryDirectory() as place:
         save_config_for_hf(stand_in, Path(place) / CONFIG, model_config=extra, model_args=options)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from grassy.heads import heads_of
 from grassy.heads.per_class import PerClassHead
 from grassy.heads.state import options_in
 from grassy.inference.hub import check_described_head, load_adapters, load_transformers
-from grassy.models import create_model
+from grassy.models import create_model, without_pretrained
 from grassy.runs.hub import base_of_adapters, is_of_transformers, local_folder, read_config
 from grassy.runs.weights import PREPARATION, Description, evaluated_kind, read_description, read_weights, weights_file
 
@@ -54,7 +54,7 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn
     weights = read_weights(file)
     _check_weights(weights, description, file)
     # The file holds the weights, so the pretrained weights that training started from are not needed.
-    options = {key: value for key, value in description.model_kwargs.items() if key != "pretrained"}
+    options = without_pretrained(description.model_kwargs)
     head = {**_options_with_weights(weights, file), **description.head}
     model = create_model(description.model, description.num_classes, head, options)
     try:
@@ -89,7 +89,7 @@ def load_divided(save: Path, device: torch.device) -> nn.Module:
     """
     description = read_description(save)
     check_described_head(description.head, save)
-    options = {key: value for key, value in description.model_kwargs.items() if key != "pretrained"}
+    options = without_pretrained(description.model_kwargs)
     model = create_model(description.model, description.num_classes, description.head, options, head_on_meta=True)
     if not all(isinstance(head, PerClassHead) for head in heads_of(model)):
         return load(save, device)

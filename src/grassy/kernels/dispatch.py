@@ -1,8 +1,8 @@
 """The one place that chooses an implementation, for the step and for the head.
 
 Every implementation has a function `supports`, which returns None or the reason why it cannot run. `"auto"` takes the
-first supported implementation in order of preference. A named implementation either runs or raises. No implementation
-falls back to another.
+first supported implementation in order of preference. A named implementation either runs or raises. Under "auto" there
+is one exception: plain torch makes a step whose kernel is not compiled yet while a CUDA graph is captured.
 """
 
 import math

@@ -18,6 +18,7 @@ from grassy.atomic import write_atomically
 from grassy.distributed.saves import MANIFEST, Saved, newest, open_state, read_plain
 from grassy.distributed.state import read_tensors
 from grassy.heads import GrassmannHead
+from grassy.models import without_pretrained
 from grassy.runs import hub
 from grassy.runs.recipe_files import ARGS
 from grassy.runs.schema import check_description, parse_json
@@ -136,7 +137,7 @@ def _check_that_they_agree(fields: Mapping[str, Any], config: dict[str, Any], pa
     except ValueError as error:
         raise ValueError(f"{file} cannot be read: {error}") from None
     own = dataclasses.asdict(Description(**fields))
-    own["model_kwargs"] = {name: value for name, value in own["model_kwargs"].items() if name != "pretrained"}
+    own["model_kwargs"] = without_pretrained(own["model_kwargs"])
     if name := next((name for name in others if others[name] != own[name]), None):
         called = CALLED_IN_CONFIG.get(name, name)
         raise ValueError(

@@ -16,7 +16,7 @@ from grassy.distributed import mesh, shard_head, wrap
 from grassy.distributed.processes import Process
 from grassy.heads import RECOMMENDED, RECOMMENDED_K, heads_of
 from grassy.heads.per_class import PerClassHead
-from grassy.models import create_model
+from grassy.models import create_model, without_pretrained
 from grassy.runs.recipe import Recipe
 from grassy.shards import is_distributed
 
@@ -96,7 +96,7 @@ def _is_large(recipe: Recipe, num_classes: int) -> bool:
     rows = sum(dims) if isinstance(dims, list) else num_classes * dims
     if rows * WIDEST * 4 <= MUCH or recipe.loss != "cross-entropy":
         return False
-    options = {key: value for key, value in recipe.model_kwargs.items() if key != "pretrained"}
+    options = without_pretrained(recipe.model_kwargs)
     with torch.device("meta"):
         heads = heads_of(create_model(recipe.model, num_classes, recipe.head, options, True))
     sizes = [math.prod(head.weight.shape) * 4 for head in heads if isinstance(head, PerClassHead)]

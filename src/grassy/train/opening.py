@@ -15,6 +15,7 @@ from grassy.data.run_data import Data, open_data
 from grassy.distributed import processes as distributed
 from grassy.distributed.processes import Process, everywhere
 from grassy.heads import RECOMMENDED, GrassmannHead, heads_of, recommended_options
+from grassy.models import without_pretrained
 from grassy.optim import AveragedModel
 from grassy.precision import amp_dtype
 from grassy.runs import records
@@ -105,7 +106,7 @@ def opened_run(
 
 
 def build_trained(recipe: Recipe, data: Data, process: Process, captured: bool, division: Division) -> Trained:
-    """The model of a recipe with its initial weights, and its optimizer, criterion and average."""
+    """The model of a recipe with its initial weights, and its optimizer, schedule and average."""
     # FSDP2 supports only contiguous weights.
     channels_last = recipe.channels_last and not division.backbone
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
@@ -134,7 +135,7 @@ def build_trained(recipe: Recipe, data: Data, process: Process, captured: bool, 
 
 def without_first_weights(recipe: Recipe) -> Recipe:
     """The same recipe without the weights to start from."""
-    options = {name: value for name, value in recipe.model_kwargs.items() if name != "pretrained"}
+    options = without_pretrained(recipe.model_kwargs)
     return dataclasses.replace(recipe, model_kwargs=options, pretrained=False, initial_checkpoint="")
 
 

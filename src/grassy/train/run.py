@@ -18,7 +18,7 @@ from grassy.train.training_step import TrainingStep
 
 @dataclass(frozen=True)
 class Trained:
-    """A model with its optimizer, criterion, schedule and average."""
+    """A model with its optimizer, schedule and average."""
 
     model: nn.Module
     optimizer: JointOptimizer
