@@ -21,9 +21,9 @@ def test_the_page_opens_from_disk_and_shows_metrics_and_curves(page, runs):
 
 
 def test_the_papers_figures_stand_beside_the_measures_of_its_recipes(random_run, window, tmp_path):
-    figures = of_paper({"paper": "resnet50d-grassmann"})
+    figures = of_paper("resnet50d-grassmann")
     assert figures == {"top1": 79.26, "top5": 94.44, "variability": 63.49, "class_separation": 0.43}
-    assert of_paper({"paper": ""}) == of_paper({}) == {}
+    assert of_paper("") == of_paper("none-of-its-rows") == {}
     run = dataclasses.replace(random_run("ours", 4), paper=figures)
     window.open(write_page([run, random_run("another", 4)], tmp_path / "report.html"))
     rows = window.run("return [...document.querySelectorAll('#metrics tbody tr')].map((row) => row.innerText)")

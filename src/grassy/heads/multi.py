@@ -55,11 +55,6 @@ class MultiHead(Head):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def logits_of_each_layer(self, features: Tensor) -> Tensor:
-        """Return the logits of every layer, (..., layers, C), from one matmul."""
-        bias = None if self.bias is None else self.bias.flatten()
-        return linear(features, self.weight.flatten(0, 1), bias).unflatten(-1, self.weight.shape[:2])
-
     def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:
         # Averaging the weights gives the average of the logits, for one matmul of size C.
         return linear(features, self.weight.mean(0), None if self.bias is None else self.bias.mean(0))
@@ -68,8 +63,9 @@ class MultiHead(Head):
         features = self.prepare(features, target, criterion)
         if not self.training:
             return with_classes_last(criterion, self.logits(features), target)
-        each = self.logits_of_each_layer(features).unbind(-2)
-        return torch.stack([with_classes_last(criterion, logits, target) for logits in each]).mean(0)
+        bias = None if self.bias is None else self.bias.flatten()
+        each = linear(features, self.weight.flatten(0, 1), bias).unflatten(-1, self.weight.shape[:2])  # from one matmul
+        return torch.stack([with_classes_last(criterion, logits, target) for logits in each.unbind(-2)]).mean(0)
 
     @property
     def options(self) -> dict[str, Any]:

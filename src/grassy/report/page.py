@@ -167,16 +167,16 @@ def open_run(run: Path, name: str, data_dir: Path | None, split: str | None, dev
         analysis,
         curves_of(file.parent),
         pictures,
-        of_paper({"paper": paper_row(about)}),
+        of_paper(paper_row(about)),
         settings_of(about, analysis["width"]),
     )
 
 
-def of_paper(recipe: Mapping[str, Any]) -> dict[str, float]:
-    """The paper's scalars for a recipe that names a row of the paper."""
-    if recipe.get("paper") not in paper.rows():
+def of_paper(row: str) -> dict[str, float]:
+    """The paper's scalars for one of its rows; none for "" and for names of no row."""
+    if row not in paper.rows():
         return {}
-    figures = paper.figures(recipe["paper"])
+    figures = paper.figures(row)
     return {key: figures[name] for key, name in IN_PAPER.items() if name in figures}
 
 

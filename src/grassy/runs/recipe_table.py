@@ -1,7 +1,7 @@
 """The output of `grassy recipes`: a table of recipes with the paper's results, or one recipe in full."""
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,17 +73,16 @@ def table(pattern: str = "", console: Any = None) -> str:
     return fitted(rows, console) if console.is_terminal else "\n".join(aligned(rows))
 
 
-def show(name: str | Path, overrides: Iterable[str] = ()) -> str:
+def show(name: str | Path) -> str:
     """All settings of one recipe as YAML, with bases and defaults resolved. The text loads as the same recipe."""
     import yaml
 
     if not str(name):
         raise ValueError("which recipe? give its name, as `grassy recipes` lists it")
+    recipe = load_recipe(name)
     # default_flow_style=None puts lists and mappings without nested ones on one line.
-    text = yaml.safe_dump(
-        load_recipe(name, overrides).to_dict(), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
-    )
-    return "\n".join([*_of_paper(load_recipe(name, overrides).paper), text.rstrip("\n")])
+    text = yaml.safe_dump(recipe.to_dict(), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+    return "\n".join([*_of_paper(recipe.paper), text.rstrip("\n")])
 
 
 def _of_paper(row: str) -> list[str]:
