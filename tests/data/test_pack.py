@@ -130,19 +130,69 @@ def test_a_pack_of_one_folder_holds_out_the_images_that_the_folder_does(tmp_path
         assert all(np.array_equal(one.load(index)[0], other.load(index)[0]) for index in range(len(one)))
 
 
-def test_images_of_one_name_in_several_folders_of_a_class_are_all_kept(tmp_path):
+def nested(folder):
+    """Cats in two folders that have the same names, dogs in one."""
     for year in ("2020", "2021"):
-        photos(tmp_path / "all" / "x").joinpath("cat").rename(tmp_path / year)
-        shutil.rmtree(tmp_path / "all")
+        photos(folder / year)
+        (folder / year / "cat").rename(folder / f"cat{year}")
+    (folder / "2020" / "dog").rename(folder / "dog")
+    (folder / "cat").mkdir()
     for year in ("2020", "2021"):
-        (tmp_path / "set" / "cat").mkdir(parents=True, exist_ok=True)
-        (tmp_path / year).rename(tmp_path / "set" / "cat" / year)
-    photos(tmp_path / "other").joinpath("dog").rename(tmp_path / "set" / "dog")
+        shutil.rmtree(folder / year)
+        (folder / f"cat{year}").rename(folder / "cat" / year)
+    return folder
+
+
+@pytest.mark.parametrize("inside", ["", "train"])
+def test_images_of_one_name_in_several_folders_of_a_class_are_all_kept_in_order(tmp_path, inside):
+    nested(tmp_path / "set" / inside)
     (part,) = pack(tmp_path / "set", tmp_path / "packed")
     assert (part.images, part.classes) == (15, 2)
+    recipe = tiny_recipe(val_fraction=0.3)
+    (*folder, held_out), (*packed, held_out_packed) = (
+        split(recipe, tmp_path / place) for place in (f"set/{inside}", "packed/train.tar")
+    )
+    assert held_out == held_out_packed
+    assert any(key.startswith("cat/2021/") for key in held_out)
+    for one, other in zip(folder, packed, strict=True):
+        assert np.array_equal(one.labels(), other.labels())
+        assert all(np.array_equal(one.load(index)[0], other.load(index)[0]) for index in range(len(one)))
+
+
+def test_images_of_one_name_in_several_tars_of_a_set_are_all_kept(tmp_path):
+    photos(tmp_path / "set")
+    (tmp_path / "tars").mkdir()
+    for name in ("a", "b"):
+        with tarfile.open(tmp_path / "tars" / f"{name}.tar", "w") as tar:
+            tar.add(tmp_path / "set" / "cat", "cat")
+    (part,) = pack(tmp_path / "tars", tmp_path / "packed")
+    assert (part.images, part.classes) == (10, 1)
     with tarfile.open(part.path) as tar:
-        assert len(set(tar.getnames())) == 15
         assert "cat/0-2.jpg.ppm" in tar.getnames()
+
+
+def test_a_tar_and_its_pack_hold_out_the_same_images(tmp_path):
+    photos(tmp_path / "set", count=9)
+    with tarfile.open(tmp_path / "set.tar", "w") as tar:
+        tar.add(tmp_path / "set", ".")
+    pack(tmp_path / "set.tar", tmp_path / "packed")
+    places = [tmp_path / "set", tmp_path / "set.tar", tmp_path / "packed" / "train.tar"]
+    keys = [split(tiny_recipe(val_fraction=0.3), place)[2] for place in places]
+    assert keys[0] == keys[1] == keys[2]
+
+
+@pytest.mark.slow
+def test_a_run_resumes_and_is_validated_on_a_pack_of_its_images(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    photos(tmp_path / "set", count=9)
+    assert main(["pack", "set", "packed"]) == 0
+    settings = ["--from-scratch", "--output", "run", "model=resnet18", "img_size=32"]
+    assert main(["train", "finetune", "--data-dir", "set", "--epochs", "1", *settings]) == 0
+    capsys.readouterr()
+    assert main(["validate", "run", "--data-dir", "packed"]) == 0
+    assert "4 of the 18 images" in capsys.readouterr().err
+    resumed = ["train", "--resume", "run", "--data-dir", "packed", "--epochs", "2"]
+    assert main(resumed) == 0
 
 
 def test_the_same_files_give_the_same_pack(tmp_path):

@@ -26,6 +26,8 @@ MOST_TARS_WITHIN = 2
 MOST_REPEATS = 50_000
 #: The first bytes of compressed files.
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+#: What `grassy pack` appends to the path of an image.
+PACKED = ".ppm"
 
 
 def image_suffixes() -> frozenset[str]:
@@ -102,6 +104,18 @@ class FolderImages:
 
     def name(self, index: int) -> str:
         return self.names[index]
+
+    def path(self, index: int, root: Path) -> str:
+        """The path of an image in the set at `root`, which survives moving the set and packing it."""
+        place = self.places[index]
+        if place.size is None:
+            return Path(os.path.relpath(place.path, root)).as_posix()
+        path = PurePosixPath(self.names[index]).as_posix()
+        original = path.removesuffix(PACKED)
+        if original != path and os.path.splitext(original)[1].lower() in image_suffixes():
+            path = original
+        within = os.path.relpath(place.path, root)
+        return path if within == "." else f"{Path(within).as_posix()}:{path}"
 
     def labels(self) -> np.ndarray:
         return np.asarray(self.targets, dtype=np.int64)

@@ -5,16 +5,14 @@ order of files on disk, or on other classes.
 """
 
 import hashlib
-import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from grassy.data.class_folders import FolderImages, image_suffixes, open_files
+from grassy.data.class_folders import FolderImages, open_files
 from grassy.data.images import ArrayImages, Images, arrays_from_file
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, advice, below_the_split, holds_images, split_place
-from grassy.data.pack import PACKED
 from grassy.runs.recipe import Recipe
 
 Files = ArrayImages | FolderImages
@@ -40,17 +38,17 @@ def set_to_split(recipe: Recipe, data_dir: Path | None) -> Path | None:
 
 
 def open_set(place: Path, class_names: Sequence[str] | None = None) -> tuple[Files, list[str]]:
-    """All images of a set, and a key for each: its path relative to the set, which survives moving the set."""
+    """All images of a set, and a key for each: its path in the set, which survives moving the set and packing it."""
     if place.suffix == ".npz":
         arrays = arrays_from_file(place, place.stem, class_names)
         return arrays, [str(index) for index in range(len(arrays))]
     images = open_files(place, class_names, topmost=True)
-    root = place if place.is_dir() else place.parent
-    keys = [
-        Path(os.path.relpath(each.path, root)).as_posix() + ("" if each.size is None else f":{name}")
-        for name, each in zip(images.names, images.places, strict=True)
-    ]
-    return images, keys
+    return images, [images.path(index, place) for index in range(len(images))]
+
+
+def recorded_keys(recorded: Sequence[str], place: Path) -> set[str]:
+    """The keys that a run recorded, as `open_set` gives them: earlier versions put the name of a tar before them."""
+    return {key.removeprefix(f"{place.name}:") for key in recorded}
 
 
 def held_out(images: Files, keys: Sequence[str], fraction: float, seed: int) -> set[str]:
@@ -72,9 +70,6 @@ def held_out(images: Files, keys: Sequence[str], fraction: float, seed: int) -> 
 def _draw(seed: int, title: str, key: str) -> bytes:
     """A random key for an image, from its name without folders, so that a set may be moved or nested."""
     name = key.rpartition("/")[2]
-    original = name.removesuffix(PACKED)
-    if os.path.splitext(original)[1].lower() in image_suffixes():
-        name = original  # a pack draws what its source draws
     return hashlib.sha256(f"{seed}\n{title}\n{name}".encode("utf-8", "surrogateescape")).digest()
 
 
@@ -93,7 +88,7 @@ def split(recipe: Recipe, place: Path, recorded: Sequence[str] | None = None) ->
     """
     images, keys = open_set(place)
     if recorded is not None:
-        chosen = set(recorded).intersection(keys)
+        chosen = recorded_keys(recorded, place).intersection(keys)
         if not chosen:
             raise ValueError(f"none of the {len(recorded)} images that the run held out is in {place}")
     else:

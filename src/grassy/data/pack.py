@@ -1,7 +1,7 @@
 """Packs: images that are decoded once, so that training reads pixels instead of decoding files in every epoch.
 
-A pack is a folder with a tar for each split, train.tar and val.tar. Each member is an image as a binary PPM, named
-CLASS/ORIGINAL_NAME.ppm. So a pack is an ordinary data set: other tools read it as well.
+A pack is a folder with a tar for each split, train.tar and val.tar. Each member is an image as a binary PPM, whose name
+is the path of the original in its set, and .ppm. So a pack is an ordinary data set: other tools read it as well.
 """
 
 import collections
@@ -14,19 +14,17 @@ import tarfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from grassy.atomic import TEMPORARY, sync_folder
-from grassy.data.class_folders import FolderImages, open_files
+from grassy.data.class_folders import PACKED, FolderImages, open_files
 from grassy.data.decode import Box, plain_file, reason_for
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, advice, holds_images, split_place
 from grassy.data.loader import Failure, processors
 from grassy.terminal import bar
 
-#: What a pack appends to the name of an image.
-PACKED = ".ppm"
 #: Images with a longer short side are reduced to this: twice the usual 224 pixels, and some more.
 SHORT_SIDE = 512
 #: So many images are read to estimate the size of a pack.
@@ -72,7 +70,7 @@ def pack(source: Path, target: Path, short_side: int | None = SHORT_SIDE) -> lis
     temporary = target.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
     temporary.mkdir()
     try:
-        found = [_write(images, temporary / f"{name}.tar", short_side) for name, images in splits.items()]
+        found = [_write(*split, temporary / f"{name}.tar", short_side) for name, split in splits.items()]
         for packed in found:
             if not packed.images:
                 first = packed.failures[0]
@@ -86,7 +84,10 @@ def pack(source: Path, target: Path, short_side: int | None = SHORT_SIDE) -> lis
     return found
 
 
-def _splits(source: Path) -> dict[str, FolderImages]:
+Split = tuple[Path, FolderImages]  # the folder or tar, and its images
+
+
+def _splits(source: Path) -> dict[str, Split]:
     """The images of each split by its name; of a set without splits as "train", which a recipe can split later."""
     if not source.exists():
         raise ValueError(f"{source} does not exist")
@@ -100,19 +101,23 @@ def _splits(source: Path) -> dict[str, FolderImages]:
     if arrays is not None:
         raise ValueError(f"{arrays} holds decoded images already")
     if not places:
-        return {"train": open_files(source, topmost=True)}
-    train = next((name for name in TRAIN_NAMES if name in places), None)
-    images = {} if train is None else {train: open_files(places[train])}
-    names_of_classes = images[train].class_names if train is not None else None
-    return images | {name: open_files(place, names_of_classes) for name, place in places.items() if name not in images}
+        places = {"train": source}
+    to_split = not any(name in VALIDATION_NAMES for name in places)
+    found: dict[str, Split] = {}
+    class_names = None
+    for name, place in places.items():  # training sets come first
+        found[name] = place, open_files(place, class_names, topmost=to_split)
+        if name in TRAIN_NAMES:
+            class_names = found[name][1].class_names
+    return found
 
 
 # --------------------------------------------------------------------------------------------------- writing
 
 
-def _write(images: FolderImages, path: Path, short_side: int | None) -> Packed:
+def _write(root: Path, images: FolderImages, path: Path, short_side: int | None) -> Packed:
     packed = Packed(path, 0, len(images.class_names), 0)
-    names = _names(images)
+    names = _names(root, images)
     with (
         bar(f"Packing {path.name}", len(images)) as advance,
         path.open("xb") as file,
@@ -134,14 +139,18 @@ def _write(images: FolderImages, path: Path, short_side: int | None) -> Packed:
     return packed
 
 
-def _names(images: FolderImages) -> list[str]:
-    """A name for each image in the tar. Images of a class that lie in several folders may share a name: number them."""
+def _names(root: Path, images: FolderImages) -> list[str]:
+    """A name for each image in the tar: its path in the set. Images from several tars may share one: number them."""
     taken: set[str] = set()
     names = []
     for index, target in enumerate(images.targets):
-        stem, suffix = os.path.splitext(os.path.basename(images.name(index)))
+        path, title = PurePosixPath(images.path(index, root)), images.class_names[target]
+        in_a_part = root.is_dir() and images.places[index].size is not None
+        if in_a_part or title not in path.parent.parts:  # a tar in a folder or in a tar may be a class
+            path = PurePosixPath(title, path.name)
+        stem, suffix = os.path.splitext(path)
         for number in itertools.count(1):
-            name = f"{images.class_names[target]}/{stem}{'' if number == 1 else f'-{number}'}{suffix}{PACKED}"
+            name = f"{stem}{'' if number == 1 else f'-{number}'}{suffix}{PACKED}"
             if name not in taken:
                 break
         taken.add(name)
@@ -208,9 +217,9 @@ def reduced_size(height: int, width: int, short_side: int | None) -> tuple[int, 
 # --------------------------------------------------------------------------------------------------- space
 
 
-def _check_space(splits: dict[str, FolderImages], target: Path, short_side: int | None) -> None:
+def _check_space(splits: dict[str, Split], target: Path, short_side: int | None) -> None:
     """Raise a ValueError if the pack will hardly fit, before hours of work."""
-    needed = sum(_expected_bytes(images, short_side) for images in splits.values())
+    needed = sum(_expected_bytes(images, short_side) for _, images in splits.values())
     place = next(folder for folder in [target.absolute(), *target.absolute().parents] if folder.exists())
     free = shutil.disk_usage(place).free
     if needed > free:

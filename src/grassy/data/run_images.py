@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from grassy.data.class_folders import FolderImages
-from grassy.data.held_out import held_out, open_set, part_of, set_to_split
+from grassy.data.held_out import held_out, open_set, part_of, recorded_keys, set_to_split
 from grassy.data.images import Images, check_labels, open_images
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES
 from grassy.runs.recipe import Recipe, saved_recipe
@@ -67,7 +67,10 @@ def _part(file: Path, about: Description, recipe: Recipe, place: Path, notes: li
         raise ValueError(f"{place} is split by val_fraction into train and val: it has no split {recipe.val_split!r}")
     images, keys = open_set(place, about.class_names)
     recorded = read_split(file.parent)
-    wanted = set(recorded) if recorded is not None else held_out(images, keys, recipe.val_fraction, recipe.val_seed)
+    if recorded is not None:
+        wanted = recorded_keys(recorded, place)
+    else:
+        wanted = held_out(images, keys, recipe.val_fraction, recipe.val_seed)
     here = len(wanted.intersection(keys))
     before = remembered_data_dir(file.parent)
     elsewhere = before is None or not place.absolute().is_relative_to(before)
