@@ -111,26 +111,28 @@ Epoch = Callable[[int], Iterator[tuple[Tensor, Tensor]]]
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contestants get. An epoch has each file `repeats` times."""
+    """What all contestants get. An epoch has each file `repeats` times, and crops are resized to `size` pixels."""
 
     folder: Path
     policy: str
     batch_size: int
     workers: int
     device: torch.device
-    repeats: int
+    repeats: int = 1
+    size: int = CROP
+    seed: int = 0
 
 
-def recipe_with(policy: str) -> Recipe:
-    return Recipe(img_size=CROP, aa=policy, interpolation="bicubic", color_jitter=0.0, mean=MEAN, std=STD)
+def recipe_with(policy: str, size: int = CROP) -> Recipe:
+    return Recipe(img_size=size, aa=policy, interpolation="bicubic", color_jitter=0.0, mean=MEAN, std=STD)
 
 
 def from_grassy(setting: Setting, folder: Path | None = None) -> Epoch:
     images = open_files(folder or setting.folder / "train")
     images = images.some([*range(len(images))] * setting.repeats)
-    batches = EpochBatches(len(images), setting.batch_size, 1, Share(), seed=0)
+    batches = EpochBatches(len(images), setting.batch_size, 1, Share(), seed=setting.seed)
     prepare = Preparation(MEAN, STD, setting.device, channels_last=True)
-    transform = train_transform(recipe_with(setting.policy))
+    transform = train_transform(recipe_with(setting.policy, setting.size))
     loader = WorkerLoader(images, transform, batches, setting.workers, setting.device)
 
     def epoch(number: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -163,7 +165,7 @@ def from_timm(setting: Setting) -> Epoch:
     images.reader.samples *= setting.repeats
     loader = create_loader(
         images,
-        input_size=(3, CROP, CROP),
+        input_size=(3, setting.size, setting.size),
         batch_size=setting.batch_size,
         is_training=True,
         use_prefetcher=True,
@@ -185,7 +187,10 @@ def from_torchvision(setting: Setting) -> Epoch:
     from torchvision import datasets, transforms
 
     mode = transforms.InterpolationMode.BICUBIC
-    steps: list[Any] = [transforms.RandomResizedCrop(CROP, interpolation=mode), transforms.RandomHorizontalFlip()]
+    steps: list[Any] = [
+        transforms.RandomResizedCrop(setting.size, interpolation=mode),
+        transforms.RandomHorizontalFlip(),
+    ]
     if setting.policy:
         steps.append(transforms.RandAugment(magnitude=7, interpolation=mode))
     steps += [transforms.PILToTensor(), transforms.ConvertImageDtype(torch.float), transforms.Normalize(MEAN, STD)]
