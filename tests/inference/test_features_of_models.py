@@ -301,6 +301,29 @@ def test_images_in_no_file_are_told_apart_by_what_they_show():
     assert keys[0] == keys[1] != keys[2]
 
 
+def test_images_of_a_source_of_your_own_are_told_apart_by_what_they_show():
+    class Shade:
+        class_names = None
+
+        def __init__(self, shade):
+            self.shade = shade
+
+        def __len__(self):
+            return 1
+
+        def load(self, index, crop=None):
+            return np.full((4, 4, 3), self.shade, np.uint8), 0
+
+        def name(self, index):
+            return f"row {index} of a database"
+
+        def labels(self):
+            return np.zeros(1, np.int64)
+
+    keys = [feature_module.fingerprint(Shade(shade)) for shade in (1, 1, 2)]
+    assert keys[0] == keys[1] != keys[2]
+
+
 @pytest.mark.parametrize(
     ("name", "options", "width"),
     [

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from grassy.atomic import TEMPORARY, write_atomically
 from grassy.data.batch_transforms import Preparation
 from grassy.data.class_folders import FolderImages
-from grassy.data.images import ArrayImages, Images, Joined, ReaderImages
+from grassy.data.images import ArrayImages, Images, Joined
 from grassy.data.loader import Failure, Share, ValidationLoader
-from grassy.data.torchvision_images import TorchvisionImages
 from grassy.data.transforms import Transform, eval_transform
 from grassy.inference.feature_models import FeatureModel
 from grassy.surgery import find_classifiers
@@ -182,7 +181,7 @@ def fingerprint(images: Images) -> str:
         status = os.stat(name) if os.path.exists(name) else None
         files += status is not None
         add(name, *([status.st_size, status.st_mtime_ns] if status else []))
-    if not files and isinstance(images, ReaderImages | TorchvisionImages):
+    if not files:
         _add_contents(images, add, digest.update)
     labels = images.labels()
     if labels is not None:
@@ -190,9 +189,9 @@ def fingerprint(images: Images) -> str:
     return digest.hexdigest()
 
 
-def _add_contents(images: ReaderImages | TorchvisionImages, add: Any, update: Any) -> None:
+def _add_contents(images: Images, add: Any, update: Any) -> None:
     """Hash images that are not separate files: by their arrays, or else by decoding each of them."""
-    dataset = getattr(images.reader if isinstance(images, ReaderImages) else images, "dataset", None)
+    dataset = getattr(getattr(images, "reader", images), "dataset", None)  # of a timm reader, or of torchvision
     pixels, version = getattr(dataset, "data", None), getattr(dataset, "_fingerprint", None)  # of Hugging Face
     if isinstance(pixels, np.ndarray | Tensor):
         array = np.ascontiguousarray(pixels)
