@@ -13,6 +13,8 @@ def add(commands: Commands) -> None:
         "analyze",
         "measure the classes and features of a run, and write RUN/analysis.json",
         "grassy analyze runs/finetune",
+        run,
+        extra="report",
     )
     add_run(parser)
     parser.add_argument(
@@ -24,7 +26,6 @@ def add(commands: Commands) -> None:
     parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="images per batch (default: 256)")
     parser.add_argument("--workers", type=int, metavar="N", help="processes that load images (default: the recipe's)")
     add_device(parser)
-    parser.set_defaults(run=run, extra="report")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -13,6 +13,8 @@ def add(commands: Commands) -> None:
         "demo",
         "show what subspaces do to features, on handwritten digits, in about a minute",
         "grassy demo",
+        run,
+        extra="demo",
     )
     parser.add_argument(
         "--output",
@@ -23,7 +25,6 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--seeds", type=int, metavar="N", help="number of times to train each head")
     parser.add_argument("--quick", action="store_true", help="two seeds, two epochs: only to check that it runs")
-    parser.set_defaults(run=run, extra="demo")
 
 
 def run(args: argparse.Namespace) -> None:

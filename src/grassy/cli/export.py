@@ -12,6 +12,8 @@ def add(commands: Commands) -> None:
         "export",
         "write a trained model as one ONNX or .pt2 file, or as a folder for the Hugging Face Hub",
         "grassy export runs/finetune --output model.onnx",
+        run,
+        extra="export",
     )
     add_run(parser)
     parser.add_argument(
@@ -24,7 +26,6 @@ def add(commands: Commands) -> None:
         "--batch-size", default="dynamic", metavar="N", help="fixed batch size, or dynamic for any (default: dynamic)"
     )
     parser.add_argument("--opset", type=int, metavar="N", help="ONNX opset version (default: torch's)")
-    parser.set_defaults(run=run, extra="export")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -12,6 +12,8 @@ def add(commands: Commands) -> None:
         "import",
         "convert a checkpoint that the paper's authors released",
         "grassy import resnet50d_gcr8.pth --recipe resnet50d-grassmann --output resnet50d-gcr8",
+        run,
+        extra="train",
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="a checkpoint in the format of mmpretrain")
     parser.add_argument(
@@ -20,7 +22,6 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--recipe", help="the paper's row, such as resnet50d-rsb-a1-grassmann (needed if the weights fit several rows)"
     )
-    parser.set_defaults(run=run, extra="train")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -13,6 +13,8 @@ def add(commands: Commands) -> None:
         "pack",
         "decode images once, for runs that wait for their input",
         "grassy pack imagenet imagenet-packed && grassy train finetune --data-dir imagenet-packed",
+        run,
+        extra="train",
     )
     parser.add_argument("source", type=Path, metavar="IMAGES", help="a folder of images, as for grassy train")
     parser.add_argument("target", type=Path, metavar="PACK", help="the folder to create, a --data-dir like the other")
@@ -22,7 +24,6 @@ def add(commands: Commands) -> None:
         metavar="PIXELS",
         help="reduce larger images to this short side; 0 keeps their size (default: 512)",
     )
-    parser.set_defaults(run=run, extra="train")
 
 
 def run(args: argparse.Namespace) -> int:

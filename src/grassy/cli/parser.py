@@ -5,7 +5,7 @@ import contextlib
 import difflib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -66,12 +66,19 @@ def _field(flag: str) -> str | None:
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
-def add_command(commands: Commands, name: str, what: str, example: str) -> Parser:
-    """Add a subcommand. `what` describes it in the list of commands and in its own help."""
+def add_command(
+    commands: Commands, name: str, what: str, example: str, run: Callable[[argparse.Namespace], int | None], extra: str
+) -> Parser:
+    """Add a subcommand.
+
+    what: describes it in the list of commands and in its own help.
+    run: takes the arguments and returns the exit code; None counts as 0.
+    extra: the extra of grassy that installs what the command imports, for the message if something is missing.
+    """
     parser = commands.add_parser(
         name, help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=f"example: {example}"
     )
-    parser.set_defaults(parser=parser)
+    parser.set_defaults(parser=parser, run=run, extra=extra)
     return parser
 
 

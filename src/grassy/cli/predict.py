@@ -13,6 +13,8 @@ def add(commands: Commands) -> None:
         "predict",
         "classify images without labels",
         "grassy predict runs/finetune holiday/ --output classes.csv",
+        run,
+        extra="train",
     )
     parser.add_argument(
         "images", nargs="*", metavar="RUN IMAGE_OR_FOLDER", help=f"{RUN}; then images, or folders of images"
@@ -30,7 +32,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="images per batch (default: 64)")
     add_device(parser)
-    parser.set_defaults(run=run, extra="train", words="images")
+    parser.set_defaults(words="images")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,6 +11,8 @@ def add(commands: Commands) -> None:
         "recipes",
         "list the recipes with the paper's results, or print one in full",
         "grassy recipes 'resnet50d-*'",
+        run,
+        extra="train",
     )
     parser.add_argument(
         "pattern",
@@ -20,7 +22,6 @@ def add(commands: Commands) -> None:
         help="a part of a name, or a pattern such as 'resnet50d-*' (default: all)",
     )
     parser.add_argument("--show", action="store_true", help="print all fields of the recipe NAME as YAML")
-    parser.set_defaults(run=run, extra="train")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -13,6 +13,8 @@ def add(commands: Commands) -> None:
         "report",
         "write one HTML page to explore and compare runs, without a server or network",
         "grassy report runs/a runs/b",
+        run,
+        extra="report",
     )
     add_runs(parser)
     parser.add_argument(
@@ -32,7 +34,6 @@ def add(commands: Commands) -> None:
     parser.add_argument("--title", default="", help="title of the page")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="also write heatmaps as PDF into FOLDER")
     add_device(parser)
-    parser.set_defaults(run=run, extra="report")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -22,6 +22,8 @@ def add(commands: Commands) -> None:
         "train",
         "train a recipe on a CPU, one GPU, or several GPUs (torchrun)",
         "grassy train finetune --data-dir photos",
+        run,
+        extra="train",
     )
     parser.add_argument(
         "recipe", nargs="?", metavar="RECIPE", help="name of a recipe (`grassy recipes` lists them), or a YAML file"
@@ -71,7 +73,7 @@ def add(commands: Commands) -> None:
         help="longest wait for the other processes under torchrun, in seconds (default: 600)",
     )
     add_device(parser)
-    parser.set_defaults(run=run, extra="train", words="settings")
+    parser.set_defaults(words="settings")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,6 +13,8 @@ def add(commands: Commands) -> None:
         "transfer",
         "measure how well a model's features work on other datasets",
         "grassy transfer runs/a runs/b --datasets cifar10 flowers --data-dir data",
+        run,
+        extra="transfer",
     )
     add_runs(parser, "runs, files of weights, timm/NAME or torchvision/NAME")
     known = "cifar10, cifar100, food101, pets, cars, flowers, digits, torch/NAME, hfds/NAME, or NAME=PATH"
@@ -45,7 +47,6 @@ def add(commands: Commands) -> None:
     parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="images per batch (default: 256)")
     parser.add_argument("--workers", type=int, default=4, metavar="N", help="processes that load images (default: 4)")
     add_device(parser)
-    parser.set_defaults(run=run, extra="transfer")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -13,6 +13,8 @@ def add(commands: Commands) -> None:
         "validate",
         "measure the accuracy of a trained model on labelled images",
         "grassy validate runs/finetune",
+        run,
+        extra="train",
     )
     add_run(parser)
     parser.add_argument(
@@ -24,7 +26,6 @@ def add(commands: Commands) -> None:
     parser.add_argument("--batch-size", type=int, metavar="N", help="images per batch (default: the recipe's)")
     parser.add_argument("--workers", type=int, metavar="N", help="processes that load images (default: the recipe's)")
     add_device(parser)
-    parser.set_defaults(run=run, extra="train")
 
 
 def run(args: argparse.Namespace) -> None:
