@@ -1,7 +1,8 @@
 """One process of many that share a head: `python -m benchmarks.scale_out` measures it on one GPU.
 
-torch's "fake" process group replaces the other processes. Its collectives have the right sizes, take no time and return
-wrong values. So memory, kernels and launches are those of one process of W, and the loss is meaningless.
+torch's "fake" process group replaces the other processes. Its collectives have the right sizes and return wrong values.
+So memory, kernels and launches are those of one process of W, and the loss is meaningless. A collective should cost
+nothing here, but the fake gathering launches a copy for each process: it is replaced by one copy of all.
 
 For each case it measures the time of an update (loss, backward and step), the peak memory, and the bytes sent, counted
 and by formula. It compares them with the same local work in one process without sharding: the classes of one shard, and
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ import grassy
 from benchmarks.gpu import machine, need_gpu, save
 from benchmarks.markdown import table
 from benchmarks.traffic import Traffic, head_bytes, partial_fc_bytes
+from grassy.kernels import collectives
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ def measure(case: Case, device: str, repeats: int) -> dict[str, Any]:
         work = update(head, case, case.rows, device)
         with Traffic(case.world) as traffic:
             work()
-        sharded = cost(work, device, repeats)
+        with mock.patch.object(collectives, "_all_gather", gather):
+            sharded = cost(work, device, repeats)
     finally:
         dist.destroy_process_group()
     del work
@@ -98,6 +102,11 @@ def measure(case: Case, device: str, repeats: int) -> dict[str, Any]:
         "bytes by formula": formula,
         "bytes of PartialFC v2 by formula": partial_fc_bytes(case.world, case.rows, case.n),
     }
+
+
+def gather(result: torch.Tensor, rows: torch.Tensor, group: Any) -> None:
+    """Fill the result as if all processes had the same rows, in one launch."""
+    result.unflatten(0, (-1, len(rows))).copy_(rows)
 
 
 def update(head: grassy.Head, case: Case, rows: int, device: str) -> Callable[[], None]:
