@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cross_entropy_cases import SHAPES, divide, errors, example, gradients, plain
+from sharded_kernels import differences
 from torch import nn
 from torch.nn import functional as F
 
@@ -36,9 +37,11 @@ def _full_float32():
     torch.set_float32_matmul_precision(before)
 
 
-@pytest.fixture(params=["kept", "chunked", "partly kept"])
+@pytest.fixture(params=["kept", "chunked", "partly kept", "in blocks of rows"])
 def either_way(request, monkeypatch):
-    if request.param != "kept":
+    if request.param == "in blocks of rows":
+        divide(monkeypatch, 2**14, 2**20, rows=48)
+    elif request.param != "kept":
         divide(monkeypatch, 2**19, 2**20 if request.param == "partly kept" else 0)
 
 
@@ -52,6 +55,13 @@ def test_loss_and_gradients_agree_with_float64(shape, impl, soft):
         target[1] = -100
     assert max(errors(x, weight, target, impl, label_smoothing=0.1)) < 5e-5
     assert max(errors(x, weight, target, impl, 2.0, normalize=False, reduction="sum")) < 5e-5
+
+
+@pytest.mark.parametrize("impl", ["triton", "chunks"])
+def test_the_loss_of_a_shard_agrees_with_the_specification(impl):
+    found = differences(impl, device="cuda")
+    assert len(found) == 36
+    assert max(max(error) for error in found.values()) < 1e-4, found
 
 
 @pytest.mark.parametrize("normalize", [True, False])

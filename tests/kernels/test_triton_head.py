@@ -185,7 +185,7 @@ def test_they_compile_for_an_h100(kernel, k, types, monkeypatch, tmp_path):
         pytest.skip("kernels are interpreted in this process")
     constants = {"BLOCK": 1024} if k is None else triton_head._tile(k, 1000)
     constants |= {name: value for name, value in types.items() if isinstance(value, bool)}
-    known = {**SCALARS, "ignore_index": "i32", "shift": "fp32", "n": "i32", **types}
+    known = {**SCALARS, "ignore_index": "i32", "shift": "fp32", "shifted_from": "i32", "n": "i32", **types}
     signature = {name: "constexpr" if name in constants else known.get(name, "*fp32") for name in function.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if signature[name].startswith("*")}
     source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)

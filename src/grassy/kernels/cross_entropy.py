@@ -10,7 +10,7 @@ T = Σ t'_c. The loss of a row is Σ t'_c (log Σ exp l − l_c), and ∂loss/�
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +48,9 @@ class Terms(NamedTuple):
     gamma: float
     smoothing: float
     ignore_index: int
-    #: Added to the logits.
+    #: Added to the logits of the classes from `shifted_from` on.
     shift: float = 0.0
+    shifted_from: int = 0
     #: Whether these are all classes, so that the last chunk completes the loss.
     finish: bool = True
 
@@ -97,11 +98,15 @@ def supports(x: Tensor, weight: Tensor, target: Tensor, gamma: float | Tensor) -
     return "the target requires a gradient" if wants_grad(target) else logits_support(x, weight, gamma)
 
 
-def check(x: Tensor, weight: Tensor, target: Tensor, label_smoothing: float, reduction: str) -> None:
+def check_options(label_smoothing: float, reduction: str) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing!r}")
+
+
+def check(x: Tensor, weight: Tensor, target: Tensor, label_smoothing: float, reduction: str) -> None:
+    check_options(label_smoothing, reduction)
     if weight.ndim != 3 or x.ndim == 0 or x.shape[-1] != weight.shape[-1] or weight.shape[0] == 0:
         raise ValueError(
             f"need features (..., N) and a weight (C, K, N) of at least one class, got {tuple(x.shape)} and "
@@ -138,7 +143,7 @@ def observe(y: Tensor, target: Tensor, start: int, terms: Terms, state: Tensor, 
     The state (5, B) holds max l_c, Σ exp(l_c − max), Σ t_c l_c, Σ l_c and Σ t_c so far. `rows` holds what the backward
     needs: log Σ exp l_c and T. A label that is no class gives a NaN.
     """
-    logits = terms.gamma * _norms(y, terms.k) + terms.shift
+    logits = _logits(_norms(y, terms.k), start, terms)
     stop = start + logits.shape[1]
     maximum, exponentials, picked, total, mass = state
     if start == 0:
@@ -172,7 +177,7 @@ def pull_back(y: Tensor, target: Tensor, start: int, terms: Terms, rows: Tensor,
     It is g (T p_c − t'_c) γ y_c/‖y_c‖, and 0 where y_c = 0. Here g (B,) is the gradient of the losses.
     """
     norms = _norms(y, terms.k)
-    probabilities = (terms.gamma * norms + terms.shift - rows[0].unsqueeze(-1)).exp()
+    probabilities = (_logits(norms, start, terms) - rows[0].unsqueeze(-1)).exp()
     shares = _shares(target, start, start + norms.shape[1]) * (1 - terms.smoothing) + terms.smoothing / terms.classes
     if not target.is_floating_point():
         grad = torch.where(target == terms.ignore_index, 0, grad)
@@ -184,6 +189,13 @@ def pull_back(y: Tensor, target: Tensor, start: int, terms: Terms, rows: Tensor,
 
 def _norms(y: Tensor, k: int) -> Tensor:
     return torch.linalg.vector_norm(y.unflatten(-1, (-1, k)), dim=-1, dtype=torch.float32)
+
+
+def _logits(norms: Tensor, start: int, terms: Terms) -> Tensor:
+    logits = terms.gamma * norms
+    if terms.shift:
+        logits[:, max(0, terms.shifted_from - start) :] += terms.shift
+    return logits
 
 
 def _shares(target: Tensor, start: int, stop: int) -> Tensor:
@@ -215,16 +227,16 @@ def division(x: Tensor, weight: Tensor) -> tuple[int, int]:
     return size, min(classes, KEEP // (size * of_a_class) * size)
 
 
-def batch_blocks(batch: int, size: int, k: int) -> list[slice]:
-    """Return blocks of rows for chunks of `size` classes, such that a block of a chunk fits into the cache."""
-    rows = ROWS * max(1, CHUNK // (size * k * ROWS))
-    return [slice(start, min(start + rows, batch)) for start in range(0, max(1, batch), rows)]
-
-
-def _chunks(weight: Tensor, size: int) -> Iterator[tuple[int, int]]:
+def chunks(classes: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield the first class of each chunk and that of the next one."""
-    classes = weight.shape[0]
     return ((start, min(start + size, classes)) for start in range(0, classes, size))
+
+
+def _batch_blocks(batch: int, size: int, k: int) -> list[slice]:
+    """Return blocks of as many rows each, such that one of them of a chunk of `size` classes fits into the cache."""
+    most = ROWS * max(1, CHUNK // (size * k * ROWS))
+    rows = -(-batch // max(1, -(-batch // most)))
+    return [slice(start, min(start + rows, batch)) for start in range(0, max(1, batch), max(1, rows))]
 
 
 @torch.library.custom_op("grassy::subspace_cross_entropy", mutates_args=())
@@ -246,9 +258,7 @@ def _forward(
     state, loss, rows = (x.new_empty(*shape, len(x), dtype=torch.float32) for shape in ((5,), (), (2,)))
     with as_given(x):
         features = pieces.unit(x, dtype)[0] if normalize else x.to(dtype)
-        pairs = ((chunk, terms) for chunk in _chunks(weight, size))
-        blocks = batch_blocks(len(x), size, weight.shape[1])
-        kept = observe_chunks(features, weight, target.contiguous(), pairs, blocks, keep, pieces, state, loss, rows)
+        kept = observe_chunks(features, weight, target.contiguous(), terms, size, keep, pieces, state, loss, rows)
     return loss, rows, kept
 
 
@@ -256,15 +266,16 @@ def observe_chunks(
     features: Tensor,
     weight: Tensor,
     target: Tensor | MixedLabels,
-    chunks: Iterable[tuple[tuple[int, int], Terms]],
-    blocks: list[slice],
+    terms: Terms,
+    size: int,
     keep: int,
     pieces: Any,
     *results: Tensor,
 ) -> Tensor:
-    """Call `observe` for all chunks and blocks of rows. Returns the coordinates of the first `keep` classes."""
-    kept = features.new_empty(len(features) * keep * weight.shape[1])
-    for (start, stop), terms in chunks:
+    """Call `observe` for all chunks of `size` classes. Returns the coordinates of the first `keep` classes."""
+    blocks = _batch_blocks(len(features), size, terms.k)
+    kept = features.new_empty(len(features) * keep * terms.k)
+    for start, stop in chunks(weight.shape[0], size):
         part = weight[start:stop].flatten(0, 1).to(features.dtype)
         for block in blocks:
             out = _of_chunk(kept, features, weight, start, stop)[block] if stop <= keep else None
@@ -278,8 +289,8 @@ def pull_back_chunks(
     features: Tensor,
     weight: Tensor,
     target: Tensor | MixedLabels,
-    chunks: Iterable[tuple[tuple[int, int], Terms]],
-    blocks: list[slice],
+    terms: Terms,
+    size: int,
     keep: int,
     pieces: Any,
     rows: Tensor,
@@ -289,11 +300,12 @@ def pull_back_chunks(
     for_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of features (B, N), in float32, and weight (C, K, N), given that of the losses (B,)."""
+    blocks = _batch_blocks(len(features), size, terms.k)
     # The gradient of a half-precision weight is a sum over blocks, too.
     dtype = weight.dtype if len(blocks) == 1 else torch.promote_types(weight.dtype, torch.float32)
     dweight = weight.new_empty(weight.shape if for_weight else 0, dtype=dtype)
     v = features.new_zeros(features.shape, dtype=torch.float32)
-    for (start, stop), terms in chunks:
+    for start, stop in chunks(weight.shape[0], size):
         part = weight[start:stop].flatten(0, 1).to(features.dtype)
         is_kept = stop <= keep
         for block in blocks:
@@ -301,7 +313,7 @@ def pull_back_chunks(
             out = torch.empty_like(y) if is_kept else y
             g = pieces.pull_back(y, target[block], start, terms, rows[:, block], grad[block], out)
             if for_x:
-                v[block] += product(g, part, torch.float32)
+                v[block].add_(product(g, part, torch.float32))
             if for_weight and block.start == 0:
                 product(g.T, features[block], dtype, out=dweight[start:stop].flatten(0, 1))
             elif for_weight:
@@ -350,10 +362,8 @@ def _backward(
     dx = x.new_empty(0)
     with as_given(x):
         features, inverse = pieces.unit(x, dtype) if normalize else (x.to(dtype), None)
-        pairs = ((chunk, terms) for chunk in _chunks(weight, size))
-        blocks = batch_blocks(len(x), size, weight.shape[1])
         v, dweight = pull_back_chunks(
-            features, weight, target, pairs, blocks, keep, pieces, rows, grad, kept, for_x, for_weight
+            features, weight, target, terms, size, keep, pieces, rows, grad, kept, for_x, for_weight
         )
         if for_x:
             dx = x.new_empty(x.shape).copy_(v) if inverse is None else pieces.unit_grad(x, inverse, v)

@@ -31,7 +31,7 @@ For mixtures, labels, places and weights are (B, M). Otherwise, weights are None
 Shapes: B batch, C classes, M labels of a row, N features.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grassy.kernels import collectives
+from grassy.kernels.cross_entropy import check_options, chunks
 from grassy.mixed_labels import MixedLabels
 from grassy.shards import Shard
 
@@ -222,20 +223,6 @@ def scattered_gradient(grad: Tensor, dtype: torch.dtype, group: Any) -> Tensor:
     return (collectives.scattered_sum(grad.to(exact), group) * collectives.world_size(group)).to(dtype)
 
 
-def _reference(
-    rows: Tensor,
-    labels: Tensor,
-    places: Tensor,
-    weights: Tensor | None,
-    logits: Logits,
-    params: Sequence[Tensor],
-    shard: Shard,
-    terms: Smoothing,
-) -> Tensor:
-    own_logits = logits(applied(GatherRows, rows, shard.group), places, *params)
-    return applied(SoftmaxOverShards, own_logits, labels, places, weights, shard, terms)
-
-
 def applied(function: type[torch.autograd.Function], *inputs: Any) -> Tensor:
     """Apply an autograd function, with types that torch lacks."""
     result: Tensor = function.apply(*inputs)  # type: ignore[no-untyped-call]
@@ -300,11 +287,6 @@ def autocast_as_now(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
         return nullcontext
     dtype = torch.get_autocast_dtype(kind)
     return lambda: torch.autocast(kind, dtype)
-
-
-def chunks(classes: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the first class of each chunk and that of the next one."""
-    return ((start, min(start + size, classes)) for start in range(0, classes, size))
 
 
 def chunk_size(batch: int, params: Sequence[Tensor]) -> int:
@@ -395,7 +377,8 @@ def losses_of_rows(
     """Return the losses (B_l,) of rows (B_l, N), given the labels (B,) of all rows and their indices in the params."""
     size = chunk_size(labels.shape[0], params)
     if impl == "reference" or (impl == "auto" and size >= params[0].shape[0]):
-        return _reference(rows, labels, places, weights, logits, params, shard, terms)
+        own_logits = logits(applied(GatherRows, rows, shard.group), places, *params)
+        return applied(SoftmaxOverShards, own_logits, labels, places, weights, shard, terms)
     if impl in ("auto", "chunks"):
         return applied(_InChunks, rows, labels, places, weights, logits, size, shard, terms, *params)
     raise ValueError(f"impl must be 'auto', 'chunks' or 'reference', got {impl!r}")
@@ -403,10 +386,7 @@ def losses_of_rows(
 
 def check(rows: Tensor, target: Tensor | MixedLabels, label_smoothing: float, reduction: str) -> None:
     """Raise ValueError for an invalid target or option."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing!r}")
+    check_options(label_smoothing, reduction)
     if isinstance(target, Tensor) and target.is_floating_point():
         raise ValueError(f"{NO_PROBABILITIES}, got a target {target.dtype} of shape {tuple(target.shape)}")
     if target.shape != rows.shape[:-1]:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from grassy.kernels import collectives
-from grassy.kernels.sharded import GatherRows, Logits, applied, chunk_size, chunks, nothing_observed, observed, own
+from grassy.kernels.cross_entropy import chunks
+from grassy.kernels.sharded import GatherRows, Logits, applied, chunk_size, nothing_observed, observed, own
 from grassy.shards import Shard
 
 #: Largest number of logits (B_l x C) that a process receives: 256 MiB in float32.

@@ -4,7 +4,6 @@ Each process runs the same loops as a single process, over its own classes and t
 with the state of each row, which `sharded.losses` combines. Shapes: B batch, C_l classes here, K dimension, N features.
 """
 
-import itertools
 import math
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grassy.kernels import collectives, dispatch
-from grassy.kernels.cross_entropy import Terms, batch_blocks, division, observe_chunks, pieces_of, pull_back_chunks
+from grassy.kernels.cross_entropy import Terms, division, observe_chunks, pieces_of, pull_back_chunks
 from grassy.kernels.logits import as_given, no_second_derivative, wants_grad
 from grassy.kernels.reference import subspace_logits
 from grassy.kernels.sampling import Sampling, TakeClasses, drawn, places_of
@@ -136,15 +135,6 @@ class _Fused(torch.autograd.Function):
         return dx, dweight if for_weight else None, *(None,) * 7
 
 
-def _chunks(
-    weight: Tensor, size: int, boundary: int, shift: float, terms: Terms
-) -> list[tuple[tuple[int, int], Terms]]:
-    """Return chunks of classes that do not cross the boundary. Those after it have shifted logits."""
-    edges = sorted({*range(0, weight.shape[0], size), min(boundary, weight.shape[0]), weight.shape[0]})
-    pairs = itertools.pairwise(edges)
-    return [((start, stop), terms._replace(shift=shift if start >= boundary else 0.0)) for start, stop in pairs]
-
-
 class _Mixtures:
     """The functions of `cross_entropy` for mixed labels with indices (B, M) and weights (B, M).
 
@@ -162,7 +152,7 @@ class _Mixtures:
         self.pieces.observe(y, _no_labels(target), start, terms, state, *results)
         for number in range(target.labels.shape[1]):
             _, here, mine = _label(y, target.labels[:, number], start, terms.k)
-            logit = terms.gamma * torch.linalg.vector_norm(mine, dim=-1) + terms.shift
+            logit = _logit(torch.linalg.vector_norm(mine, dim=-1), target.labels[:, number], terms)
             state[2] += torch.where(here, target.weights[:, number] * logit, 0)
 
     def pull_back(
@@ -176,7 +166,8 @@ class _Mixtures:
             norm = torch.linalg.vector_norm(mine, dim=-1)
             same = places == places[:, number : number + 1]
             share = (1 - terms.smoothing) * (weights * same).sum(-1) + terms.smoothing / terms.classes
-            slope = grad * (rows[1] * (terms.gamma * norm + terms.shift - rows[0]).exp() - share)
+            logit = _logit(norm, places[:, number], terms)
+            slope = grad * (rows[1] * (logit - rows[0]).exp() - share)
             exact = mine * torch.where(norm == 0, 0, terms.gamma * slope / norm).unsqueeze(-1)
             of_class[row, index] = torch.where(here.unsqueeze(-1), exact.to(result.dtype), of_class[row, index])
         return result
@@ -193,6 +184,11 @@ def _label(y: Tensor, places: Tensor, start: int, k: int) -> tuple[Tensor, Tenso
     here = (index >= 0) & (index < of_class.shape[1])
     index = index.where(here, 0)
     return index, here, of_class[torch.arange(len(y), device=y.device), index].float()
+
+
+def _logit(norms: Tensor, places: Tensor, terms: Terms) -> Tensor:
+    """Return the logits (B,) of one label per row, given the lengths of its coordinates."""
+    return terms.gamma * norms + terms.shift * (places >= terms.shifted_from)
 
 
 def _with_labels(kernels: bool, places: Tensor, weights: Tensor | None) -> tuple[Any, Tensor | MixedLabels]:
@@ -218,13 +214,11 @@ def _observe_shard(
 ) -> tuple[Tensor, Tensor]:
     """Return the state (5, B) of `cross_entropy.observe` after all classes here, and the stored coordinates."""
     pieces, target = _with_labels(kernels, places, weights)
-    blocks = batch_blocks(len(x), size, weight.shape[1])
-    terms = Terms(weight.shape[0], weight.shape[1], gamma, 0.0, -2, finish=False)
+    terms = Terms(weight.shape[0], weight.shape[1], gamma, 0.0, -2, shift, boundary, finish=False)
     state, loss, rows = (x.new_zeros(*shape, len(x), dtype=torch.float32) for shape in ((5,), (), (2,)))
     state[0] = -torch.inf
     with as_given(x):
-        pairs = _chunks(weight, size, boundary, shift, terms)
-        kept = observe_chunks(x, weight, target, pairs, blocks, keep, pieces, state, loss, rows)
+        kept = observe_chunks(x, weight, target, terms, size, keep, pieces, state, loss, rows)
     return state, kept
 
 
@@ -260,12 +254,10 @@ def _pull_back_shard(
     `rows` (2, B) are log Σ exp l_c and T of each row.
     """
     pieces, target = _with_labels(kernels, places, weights)
-    blocks = batch_blocks(len(x), size, weight.shape[1])
-    terms = Terms(classes, weight.shape[1], gamma, eps, -2, finish=False)
+    terms = Terms(classes, weight.shape[1], gamma, eps, -2, shift, boundary, finish=False)
     grad, kept = grad.contiguous(), kept.contiguous()
     with as_given(x):
-        pairs = _chunks(weight, size, boundary, shift, terms)
-        return pull_back_chunks(x, weight, target, pairs, blocks, keep, pieces, rows, grad, kept, for_x, for_weight)
+        return pull_back_chunks(x, weight, target, terms, size, keep, pieces, rows, grad, kept, for_x, for_weight)
 
 
 @_pull_back_shard.register_fake

@@ -73,6 +73,7 @@ def observe(y, target, start, terms, state, loss, rows):
         terms.smoothing,
         terms.ignore_index,
         terms.shift,
+        terms.shifted_from,
         **_tile(terms.k, here),
         SOFT=target.is_floating_point(),
         FIRST=start == 0,
@@ -98,6 +99,7 @@ def pull_back(y, target, start, terms, rows, grad, out):
         terms.smoothing,
         terms.ignore_index,
         terms.shift,
+        terms.shifted_from,
         **tile,
         SOFT=target.is_floating_point(),
         num_warps=WARPS,
@@ -201,6 +203,7 @@ def _observe(
     smoothing,
     ignore_index,
     shift,
+    shifted_from,
     K: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -223,7 +226,8 @@ def _observe(
         column = first + lane
         present = column < here
         y, _place, _inside = _coordinates(y_pointer, row, column, here, K, PADDED)
-        logit = tl.where(present, gamma * _norm(y) + shift, 0.0)
+        logit = gamma * _norm(y) + tl.where(start + column >= shifted_from, shift, 0.0)
+        logit = tl.where(present, logit, 0.0)
         raised = tl.maximum(maxima, tl.where(present, logit, LOWEST))
         exponentials = exponentials * tl.exp(maxima - raised) + tl.where(present, tl.exp(logit - raised), 0.0)
         maxima = raised
@@ -288,6 +292,7 @@ def _pull_back(
     smoothing,
     ignore_index,
     shift,
+    shifted_from,
     K: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -304,7 +309,8 @@ def _pull_back(
         share = (start + column == label).to(tl.float32)
         grad = tl.where(label == ignore_index, 0.0, grad)
     share = (1 - smoothing) * share + smoothing / classes
-    probability = tl.exp(gamma * norm + shift - tl.load(rows_pointer + row))
+    logit = gamma * norm + tl.where(start + column >= shifted_from, shift, 0.0)
+    probability = tl.exp(logit - tl.load(rows_pointer + row))
     slope = grad * (tl.load(rows_pointer + stride + row) * probability - share)
     tl.debug_barrier()  # out may be y, and several threads of a small tile read the same element
     tl.store(out_pointer + place, _direction(y, norm, gamma * slope), inside)
