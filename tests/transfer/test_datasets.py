@@ -108,3 +108,13 @@ def test_torchvision_is_asked_for_the_splits_of_the_paper(name, kind, train, tes
     assert int(data.test.images[0, 0, 0, 0]) == len(asked)
     assert data.metric == ("mean_per_class" if name in ("pets", "flowers") else "top1")
     assert name in datasets.KNOWN
+
+
+def test_a_class_may_have_the_name_of_a_split(tmp_path):
+    for name in ("train", "bus", "test"):
+        (tmp_path / name).mkdir()
+        for i in range(5):
+            Image.new("RGB", (8, 8), (i, i, i)).save(tmp_path / name / f"{i}.png")
+    data = open_set(str(tmp_path), None)
+    assert (len(data.train), len(data.test)) == (12, 3)
+    assert list(data.train.class_names) == ["bus", "test", "train"]

@@ -8,7 +8,7 @@ from typing import Any
 from grassy.data.class_folders import is_hidden, open_files
 from grassy.data.held_out import split as split_set
 from grassy.data.images import Images, Joined, arrays_from_file, of_torchvision, open_images
-from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, folders_in, holds_images
+from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, folders_in, holds_images, split_place
 from grassy.data.run_images import data_dir_of, run_images, run_recipe
 from grassy.runs.recipe import Recipe
 from grassy.runs.recipe_changes import with_changes
@@ -94,7 +94,7 @@ def _own(path: Path) -> tuple[Images, Images]:
     if not path.is_dir():
         raise MissingData(f"{path} is a file: give a folder with a training and a test set")
     validation_names = [name for name in VALIDATION_NAMES if name != "test"]
-    train, validation, test = (_place(path, names) for names in (TRAIN_NAMES, validation_names, ["test"]))
+    train, validation, test = (split_place(path, names) for names in (TRAIN_NAMES, validation_names, ["test"]))
     if train is None and validation is None and test is None and any(map(holds_images, folders_in(path))):
         try:
             images, held_out, _ = split_set(Recipe(val_fraction=HELD_OUT), path)
@@ -129,12 +129,6 @@ def _of_run(folder: Path) -> tuple[str, Images, Images]:
     except (ValueError, OSError) as error:
         raise MissingData(f"the data of {folder}: {error}") from None
     return recipe.dataset if data_dir is None else data_dir.name, train, test
-
-
-def _place(folder: Path, names: Sequence[str]) -> Path | None:
-    """The path of a split, under the first of its names that exists."""
-    candidates = (folder / f"{name}{suffix}" for name in names for suffix in (".npz", "", ".tar"))
-    return next((place for place in candidates if place.exists()), None)
 
 
 def _open(place: Path, class_names: Sequence[str] | None = None) -> Images:
