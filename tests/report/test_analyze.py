@@ -15,10 +15,12 @@ from grassy.heads.base import evaluating
 from grassy.inference.feature_models import open_model
 from grassy.inference.features import extract
 from grassy.inference.load import load
+from grassy.models import import_timm
 from grassy.report.analyze import analyze, read_analysis, render
 from grassy.report.classes import describe
 from grassy.report.packing import pack_angles, unpack_angles
 
+timm = import_timm()
 CPU = torch.device("cpu")
 
 
@@ -212,3 +214,11 @@ def test_bad_input_is_one_sentence_and_leaves_no_file(run_of, make_run, tmp_path
     (run / "analysis.json").write_text("{}")
     with pytest.raises(ValueError, match="run grassy analyze again"):
         read_analysis(run)
+
+
+def test_a_model_with_several_classifiers_is_refused_by_their_names(tmp_path):
+    model = timm.create_model("crossvit_tiny_240", num_classes=3)
+    grassy.replace_head(model, "grassmann", k=2)
+    grassy.save(model, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has 2 classifiers, head\.0, head\.1, each with features of its own"):
+        analyze(tmp_path / "model.safetensors", device="cpu")

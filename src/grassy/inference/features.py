@@ -107,7 +107,7 @@ def _batches(
     prepare = Preparation(source.mean, source.std, device)
     model = source.model.eval()
     seen: dict[str, Tensor] = {}
-    hooks = [_watch(layer, path, seen) for path, layer in _layers_to_watch(source).items()]
+    hooks = [_watch(layer, path, seen) for path, layer in feature_classifiers(source).items()]
     try:
         for batch in loader:
             if batch.blank == len(batch.labels):  # no readable image, so no image size
@@ -127,7 +127,7 @@ def _transform(source: FeatureModel) -> Transform:
     return eval_transform(source.img_size, source.crop_pct, source.interpolation, source.crop_mode, source.mean)
 
 
-def _layers_to_watch(source: FeatureModel) -> dict[str, nn.Module]:
+def feature_classifiers(source: FeatureModel) -> dict[str, nn.Module]:
     """The classifiers whose inputs are the features: all of them, except the distillation head of a distilled model.
 
     Empty for a model with num_classes=0, whose output is the features.

@@ -61,7 +61,9 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn
         model.load_state_dict(weights)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{file} does not hold the weights that it describes: {error}") from None
+    own = getattr(model, "pretrained_cfg", None) or {}
     model.pretrained_cfg = model.default_cfg = {  # type: ignore[assignment]
+        **{name: own[name] for name in ("first_conv", "classifier") if name in own},  # timm's names of these layers
         "architecture": description.model,
         "model_kwargs": options,
         "num_classes": description.num_classes,

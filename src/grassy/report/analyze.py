@@ -15,7 +15,7 @@ from grassy.data.run_images import data_dir_of, run_images, run_recipe
 from grassy.data.stream_loader import STREAMS
 from grassy.distributed.processes import find_device
 from grassy.inference.feature_models import open_model
-from grassy.inference.features import extract
+from grassy.inference.features import extract, feature_classifiers
 from grassy.precision import amp_dtype
 from grassy.report.classes import MOST_ANGLES, SCALARS, describe
 from grassy.report.examples import check_examples
@@ -24,7 +24,6 @@ from grassy.runs import schema
 from grassy.runs.recipe import Recipe
 from grassy.runs.records import environment
 from grassy.runs.weights import Description, read_description, weights_file
-from grassy.surgery import HeadOnMap, find_classifiers
 
 ANALYSIS = "analysis.json"
 VERSION = 1
@@ -105,10 +104,13 @@ def analyze(
     images, recipe = open_split(about, data_dir, split, dataset, file)
     where = find_device(device)
     source = open_model(str(file), where)
-    classifiers = list(find_classifiers(source.model).values())
-    if not classifiers:
-        raise ValueError(f"found no classifier in {file}")
-    head = classifiers[0].head if isinstance(classifiers[0], HeadOnMap) else classifiers[0]
+    classifiers = feature_classifiers(source)
+    if len(classifiers) > 1:
+        raise ValueError(
+            f"{file} has {len(classifiers)} classifiers, {', '.join(classifiers)}, each with features of its own: only "
+            "one can be analyzed"
+        )
+    head = next(iter(classifiers.values()))
     features = labels = data = None
     names = about.class_names
     if images is not None:
