@@ -185,6 +185,10 @@ def test_bad_arguments_are_refused(tmp_path):
         grassy.save(model, tmp_path / "model.safetensors", ["a", "b"])
     with pytest.raises(ValueError, match="class_names has 'b' more than once"):
         grassy.save(model, tmp_path / "model.safetensors", list("abbcd"))
+    with pytest.raises(ValueError, match="class_names has '1' more than once"):
+        grassy.save(model, tmp_path / "model.safetensors", [1, "1", 2, 3, 4])
+    with pytest.raises(ValueError, match="class_names has '' more than once"):
+        grassy.save(model, tmp_path / "model.safetensors", ["", "", "c", "d", "e"])
     model.fc = nn.Sequential(model.fc, type("Mine", (grassy.LinearHead,), {})(C, C))
     with pytest.raises(ValueError, match="Mine is not a registered head"):
         grassy.save(model, tmp_path / "model.safetensors")

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import types
 import warnings
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -229,9 +230,9 @@ def check_class_names(names: Sequence[str], num_classes: int) -> None:
     """Raise a ValueError unless each class has one name and no name appears twice."""
     if len(names) != num_classes:
         raise ValueError(f"class_names has {len(names)} names, but the head has {num_classes} classes")
-    if len(set(map(str, names))) != num_classes:
-        twice = next(str(name) for i, name in enumerate(names) if name in list(names)[:i])
-        raise ValueError(f"class_names has {twice!r} more than once")
+    twice = [name for name, count in Counter(map(str, names)).items() if count > 1]
+    if twice:
+        raise ValueError(f"class_names has {twice[0]!r} more than once")
 
 
 def _prepare_torchvision() -> None:
