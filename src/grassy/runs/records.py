@@ -41,8 +41,10 @@ def save_settings(folder: Path, recipe: Recipe, data_dir: Path | None, world_siz
     place = None if data_dir is None else str(data_dir.absolute())  # where later commands find the images
     facts = {**environment(device), "data_dir": place, "processes": world_size}
     with contextlib.suppress(OSError, ValueError):  # missing, or edited by hand
-        before = json.loads((folder / ENVIRONMENT).read_text())
-        facts["earlier"] = [*before.pop("earlier", []), before]
+        before = parse_json(read_text(folder / ENVIRONMENT, MOST_DESCRIPTION))
+        if isinstance(before, dict):
+            earlier = before.pop("earlier", [])
+            facts["earlier"] = [*(earlier if isinstance(earlier, list) else [earlier]), before]
     write_atomically(folder / ENVIRONMENT, lambda file: file.write(json.dumps(facts, indent=1).encode()))
 
 
