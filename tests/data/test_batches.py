@@ -244,6 +244,13 @@ def test_webdataset_shards_are_read_through_timm(tmp_path):
     assert labels.bincount().tolist() == [8, 8, 8]
 
 
+def test_a_stream_is_validated_in_batches_as_large_as_a_folder(tmp_path):
+    pytest.importorskip("webdataset")
+    recipe = with_changes(make_shards(tmp_path), {"batch_size": 5000, "workers": 0})
+    loader, _ = open_validation(recipe, tmp_path, None, 3, CPU)
+    assert loader._loader.batch_size == 1000
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_unreadable_images_of_shards_are_named_and_those_of_sixteen_bits_are_scaled(tmp_path, workers):
     pytest.importorskip("webdataset")

@@ -116,7 +116,7 @@ def _validation_loader(
 ) -> ValidationLoader | ResidentValidation:
     """All images of a set, with the recipe's preprocessing for testing."""
     size = recipe.test_size or recipe.img_size
-    batch_size = recipe.val_batch_size or max(1, min(1000, recipe.batch_size))
+    batch_size = _validation_batch_size(recipe)
     if isinstance(images, ArrayImages) and images.images.shape[1:3] == (size, size) and recipe.crop_pct == 1:
         return ResidentValidation(images, batch_size, process.device)
     transform = eval_transform(size, recipe.crop_pct, recipe.interpolation, recipe.crop_mode, recipe.mean)
@@ -127,7 +127,11 @@ def _validation_loader(
 def _validation_stream(recipe: Recipe, data_dir: Path | None, num_classes: int, process: Process) -> StreamValidation:
     size = recipe.test_size or recipe.img_size
     transform = eval_transform(size, recipe.crop_pct, recipe.interpolation, recipe.crop_mode, recipe.mean)
-    return StreamValidation(recipe, data_dir, transform, process.device, num_classes)
+    return StreamValidation(recipe, data_dir, transform, _validation_batch_size(recipe), process.device, num_classes)
+
+
+def _validation_batch_size(recipe: Recipe) -> int:
+    return recipe.val_batch_size or max(1, min(1000, recipe.batch_size))
 
 
 def _batch_size(recipe: Recipe, images: int, parts: int) -> tuple[int, list[str]]:

@@ -65,13 +65,18 @@ class StreamValidation:
     """Each image of a stream once; the readers share them among the processes."""
 
     def __init__(
-        self, recipe: Recipe, data_dir: Path | None, transform: Transform, device: torch.device, num_classes: int
+        self,
+        recipe: Recipe,
+        data_dir: Path | None,
+        transform: Transform,
+        batch_size: int,
+        device: torch.device,
+        num_classes: int,
     ) -> None:
-        size = recipe.val_batch_size or recipe.batch_size
-        self.stream = _open(recipe, data_dir, recipe.val_split, False, size)
+        self.stream = _open(recipe, data_dir, recipe.val_split, False, batch_size)
         self.stream.transform = transform
         self.device, self.num_classes = device, num_classes
-        self._loader = _loader(self.stream, size, recipe.workers, device)
+        self._loader = _loader(self.stream, batch_size, recipe.workers, device)
 
     def __iter__(self) -> Iterator[Batch]:
         return on_device(checked(self._loader, self.num_classes), self.device)
