@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from grassy import geometry as g
 from grassy import kernels
-from grassy.kernels import dispatch, logits, reference, triton
+from grassy.kernels import dispatch, fused_logits, reference, triton
 from grassy.kernels.cuda import nvrtc
 from grassy.kernels.cuda import step as cuda_step
 from grassy.kernels.cuda.step import plan, source
@@ -102,10 +102,10 @@ def test_the_choice_of_the_logits_is_explained(monkeypatch):
     assert list(reasons) == ["triton", "reference"]
     assert "GPU" in reasons["triton"]
     assert reasons["reference"] is None
-    assert logits.supports(x, w, 1.0) is None
-    assert "float32 and bfloat16" in logits.supports(x.double(), w.double(), 1.0)
-    assert "incompatible shapes" in logits.supports(x[:, :7], w, 1.0)
-    assert "torch.func" in logits.supports(MaskedFeatures(x), w, 1.0)
+    assert fused_logits.supports(x, w, 1.0) is None
+    assert "float32 and bfloat16" in fused_logits.supports(x.double(), w.double(), 1.0)
+    assert "incompatible shapes" in fused_logits.supports(x[:, :7], w, 1.0)
+    assert "torch.func" in fused_logits.supports(MaskedFeatures(x), w, 1.0)
 
 
 @pytest.mark.parametrize("impl", ["native", "cuda", "chunks", "fast"])

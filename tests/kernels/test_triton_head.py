@@ -12,7 +12,7 @@ COMPARE = """
 import itertools, json, torch
 import torch.nn.functional as F
 from grassy import geometry, kernels
-from grassy.kernels import cross_entropy, logits
+from grassy.kernels import cross_entropy, fused_logits
 from cross_entropy_cases import SHAPES, errors, example, gradients, plain
 
 torch.manual_seed(0)
@@ -74,7 +74,7 @@ with torch.autograd.graph.saved_tensors_hooks(lambda s: kept.append((list(s.shap
         gradients(lambda x, w: kernels.subspace_logits(x, w, impl="triton").sin(), x, w)
 one = x.clone().requires_grad_(), w.clone().requires_grad_()
 for dtype in (torch.float32, torch.bfloat16):
-    torch.library.opcheck(logits._forward, (*one, dtype, True, 25.0, True), rtol=1e-3, atol=1e-4)
+    torch.library.opcheck(fused_logits._forward, (*one, dtype, True, 25.0, True), rtol=1e-3, atol=1e-4)
     torch.library.opcheck(
         cross_entropy._forward, (*one, t, dtype, 2, 4, 25.0, 0.1, -100, True, True), rtol=1e-3, atol=1e-4
     )

@@ -159,7 +159,7 @@ for k, n in ((4, 16), (8, 8), (20, 70), (33, 33), (1, 1)):
         facts["inside"].append([float(geometry.orthonormality_error(weight.double())), bool(buffer.isfinite().all())])
 
 import warnings
-from grassy.kernels.options import NotCompiledYet
+from grassy.kernels.step_options import NotCompiledYet
 triton_step._capturing = lambda weight: True  # as if a graph were captured
 facts["early"] = []
 for width in (10, 11):  # a variant that was launched before, and one that was not

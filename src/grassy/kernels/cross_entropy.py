@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grassy.kernels.logits import (
+from grassy.kernels.fused_logits import (
     absorbed,
     as_given,
     fake_gradients,
@@ -26,7 +26,7 @@ from grassy.kernels.logits import (
     product_dtype,
     wants_grad,
 )
-from grassy.kernels.logits import supports as logits_support
+from grassy.kernels.fused_logits import supports as logits_support
 from grassy.kernels.reference import scale_of_long_vectors, subspace_logits
 from grassy.mixed_labels import MixedLabels
 

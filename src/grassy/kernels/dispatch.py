@@ -13,10 +13,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from grassy.kernels import cross_entropy, logits, reference, triton
+from grassy.kernels import cross_entropy, fused_logits, reference, triton
 from grassy.kernels.cpu import step as native
 from grassy.kernels.cuda import step as cuda
-from grassy.kernels.options import NotCompiledYet, StepOptions
+from grassy.kernels.step_options import NotCompiledYet, StepOptions
 from grassy.precision import exact_products
 
 #: Names of the implementations.
@@ -240,7 +240,7 @@ def _why_not_logits(name: str, x: Tensor, weight: Tensor, gamma: float | Tensor)
 
 
 def _no_fused_logits(x: Tensor, weight: Tensor, gamma: float | Tensor) -> str | None:
-    return triton.unavailable(weight.device) or logits.supports(x, weight, gamma)
+    return triton.unavailable(weight.device) or fused_logits.supports(x, weight, gamma)
 
 
 def _check_name(impl: str, names: Sequence[str]) -> None:

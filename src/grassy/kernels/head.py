@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from grassy.kernels import cross_entropy, dispatch, logits, reference
+from grassy.kernels import cross_entropy, dispatch, fused_logits, reference
 
 
 def subspace_logits(
@@ -28,7 +28,7 @@ def subspace_logits(
         RuntimeError: If the named implementation cannot run.
     """
     chosen = dispatch.choose_logits(impl, x, weight, gamma)
-    return (logits if chosen == "triton" else reference).subspace_logits(x, weight, gamma, normalize)
+    return (fused_logits if chosen == "triton" else reference).subspace_logits(x, weight, gamma, normalize)
 
 
 def subspace_cross_entropy(

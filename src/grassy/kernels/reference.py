@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grassy import geometry
-from grassy.kernels.options import StepOptions
+from grassy.kernels.step_options import StepOptions
 
 #: Rotation angles are limited to 2**6 = 64 radians per step.
 MAX_DOUBLINGS = 6

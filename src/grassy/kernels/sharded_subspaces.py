@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grassy.kernels import collectives, dispatch
 from grassy.kernels.cross_entropy import Terms, division, observe_chunks, pieces_of, pull_back_chunks
-from grassy.kernels.logits import as_given, no_second_derivative, wants_grad
+from grassy.kernels.fused_logits import as_given, no_second_derivative, wants_grad
 from grassy.kernels.reference import subspace_logits
 from grassy.kernels.sampling import Sampling, TakeClasses, drawn, places_of
 from grassy.kernels.sharded import (

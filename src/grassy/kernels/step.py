@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grassy.kernels import dispatch, operators
-from grassy.kernels.options import StepCounts, StepOptions
+from grassy.kernels import dispatch
+from grassy.kernels.step_options import StepCounts, StepOptions
 
 
 def geodesic_step(
@@ -95,27 +95,14 @@ def geodesic_steps(
     heads = list(zip(weights, grads, momentum_buffers, strict=True))
     if counts is None:
         counts = [torch.zeros(2, dtype=torch.int64, device=weight.device) for weight in weights]
-    take_steps(heads, lr, momentum, counts, skip, impl, **options)
-    return [StepCounts(count[0], count[1]) for count in counts]
-
-
-def take_steps(
-    heads: Sequence[dispatch.Head],
-    lr: float | Tensor,
-    momentum: float | Tensor,
-    counts: Sequence[Tensor],
-    skip: Tensor | None = None,
-    impl: str = "auto",
-    **options: Any,
-) -> None:
-    """Make the steps of `geodesic_steps` without returning counts, which saves two GPU launches per weight."""
     compiling = torch.compiler.is_compiling()
     asked = StepOptions(**options) if compiling else _checked(**options)
     for head, count in zip(heads, counts, strict=True):
         _check_head(*head)
         _check_counts(head[0], count)
-    take = operators.geodesic_steps if compiling else dispatch.geodesic_steps
+    take = _by_operator if compiling else dispatch.geodesic_steps
     take(heads, lr, momentum, asked, counts, skip, impl)
+    return [StepCounts(count[0], count[1]) for count in counts]
 
 
 def _checked(**options: Any) -> StepOptions:
@@ -157,3 +144,56 @@ def _check_counts(weight: Tensor, count: Tensor) -> None:
             f"counts must be one int64 tensor (2,) on {weight.device} per weight, got {tuple(count.shape)}, "
             f"{count.dtype} on {count.device}"
         )
+
+
+# --- under torch.compile, which does not trace into a custom operator --------------------------------------------
+
+
+@torch.library.custom_op("grassy::geodesic_steps", mutates_args=("weights", "momentum_buffers", "counts"))
+def _geodesic_steps(
+    weights: list[Tensor],
+    grads: list[Tensor],
+    momentum_buffers: list[Tensor],
+    counts: list[Tensor],
+    lr: Tensor,
+    momentum: Tensor,
+    retraction: str,
+    transport: str,
+    max_angle: float | None,
+    maximize: bool,
+    skip: Tensor | None,
+    impl: str,
+) -> None:
+    """Call the dispatcher. An operator takes plain values only, so the options are repeated here."""
+    buffers: Sequence[Tensor | None] = momentum_buffers or [None] * len(weights)
+    heads = list(zip(weights, grads, buffers, strict=True))
+    options = StepOptions(retraction, transport, max_angle, maximize)
+    dispatch.geodesic_steps(heads, lr, momentum, options, counts, skip, impl)
+
+
+@_geodesic_steps.register_fake
+def _(*_: Any) -> None:
+    """Return nothing: the operator writes in place."""
+
+
+def _by_operator(
+    heads: Sequence[dispatch.Head],
+    lr: float | Tensor,
+    momentum: float | Tensor,
+    options: StepOptions,
+    counts: Sequence[Tensor],
+    skip: Tensor | None,
+    impl: str,
+) -> None:
+    """Make the steps by the custom operator: one call per device for heads with momentum, and one for those without."""
+    asked = (options.retraction, options.transport, options.max_angle, options.maximize)
+    alike: dict[Any, list[int]] = {}
+    for i, (weight, _, buffer) in enumerate(heads):
+        alike.setdefault((weight.device, buffer is None), []).append(i)
+    for (device, _), chosen in alike.items():
+        w, d = ([heads[i][part] for i in chosen] for part in range(2))
+        m = [heads[i][2] for i in chosen if heads[i][2] is not None]
+        # A Python number would be compiled in, and every new learning rate would recompile.
+        facts = {"dtype": torch.float32 if device.type == "mps" else torch.float64, "device": device}
+        rates = (x if isinstance(x, Tensor) else torch.full((), x, **facts) for x in (lr, momentum))
+        _geodesic_steps(w, d, m, [counts[i] for i in chosen], *rates, *asked, skip, impl)

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from grassy import geometry, kernels, shards
 from grassy.kernels import StepOptions
 from grassy.kernels.sampling import forget_gradient, gradient_of_some
-from grassy.kernels.step import take_steps
 from grassy.subspaces import REFUSE_ABOVE, REPAIR_ABOVE
 
 #: Keys of a parameter group that are fields of `StepOptions`.
@@ -101,6 +100,7 @@ class RiemannianSGD(Optimizer):
 
         Raises:
             TypeError: If a gradient is sparse.
+            RuntimeError: If a parameter has gradients of a sample and of all classes.
         """
         loss = None
         if closure is not None:
@@ -109,60 +109,43 @@ class RiemannianSGD(Optimizer):
         # Set by a GradScaler if JointOptimizer supports it: see JointOptimizer._step_supports_amp_scaling.
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group in self.param_groups:
-            self._step_of_samples(group, grad_scale, found_inf)
-            heads, counts = [], []
+            heads, counts, samples = [], [], []
             for p in group["params"]:
-                if (grad := p.grad) is None:
+                grad, places = _gradient(p)
+                if grad is None:
                     continue
-                if grad.is_sparse:
-                    raise TypeError("RiemannianSGD does not support sparse gradients")
                 state = self._create_state(p, group)
                 # Each process updates its own shard, without communication.
-                grad, buffer = shards.local(grad), state.get("momentum_buffer")
+                buffer = state.get("momentum_buffer")
+                weight, buffer = shards.local(p), None if buffer is None else shards.local(buffer)
+                if places is not None:
+                    # The other classes keep weight and momentum. Their subspaces do not move, so it needs no transport.
+                    whole, weight = weight, weight[places]
+                    samples.append((p, places, whole, weight))
+                    if buffer is not None:
+                        whole, buffer = buffer, buffer[places]
+                        samples.append((p, places, whole, buffer))
                 if grad_scale is not None:  # not in place, so that p.grad stays as it is
                     grad = grad / grad_scale.to(grad.device, non_blocking=True)
-                heads.append((shards.local(p), grad, None if buffer is None else shards.local(buffer)))
+                heads.append((weight, grad, buffer))
                 counts.append(state["counts"])
             if not heads:
                 continue
-            take_steps(
-                heads,
-                _rate(group),
-                group["momentum"],
-                counts,
-                found_inf if isinstance(found_inf, Tensor) else None,  # the int 0 if there are no gradients
-                **{name: group[name] for name in STEP_OPTIONS},
-            )
-        return loss
-
-    def _step_of_samples(self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Any) -> None:
-        """Update the sampled classes. All others keep their weight and momentum.
-
-        Their momentum needs no transport, since their subspaces do not move.
-        """
-        for p in group["params"]:
-            if (found := gradient_of_some(p)) is None:
-                continue
-            if p.grad is not None:
-                raise RuntimeError("a weight has gradients of a sample and of all classes: use one of the two losses")
-            self._create_state(p, group)
-            places, grad = found
-            buffer = self.state[p].get("momentum_buffer")
-            whole = [shards.local(p), *([] if buffer is None else [shards.local(buffer)])]
-            parts = [tensor[places] for tensor in whole]
+            weights, grads, buffers = zip(*heads, strict=True)
             kernels.geodesic_steps(
-                parts[:1],
-                [grad if grad_scale is None else grad / grad_scale.to(grad.device, non_blocking=True)],
-                [None] if buffer is None else parts[1:],
+                weights,
+                grads,
+                buffers,
                 _rate(group),
                 group["momentum"],
-                skip=found_inf if isinstance(found_inf, Tensor) else None,
-                counts=[_counts(self.state[p], p.device)],
+                skip=found_inf if isinstance(found_inf, Tensor) else None,  # the int 0 if there are no gradients
+                counts=counts,
                 **{name: group[name] for name in STEP_OPTIONS},
             )
-            for tensor, part in zip(whole, parts, strict=True):
-                tensor[places] = part
-            forget_gradient(p)
+            for p, places, whole, updated in samples:
+                whole[places] = updated
+                forget_gradient(p)
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, including those of sampled classes."""
@@ -218,6 +201,19 @@ def refuse_spectral_steps(groups: Iterable[dict[str, Any]]) -> None:
     """Raise ValueError if a saved optimizer used the removed option `direction="spectral"`."""
     if any(group.get("direction", "gradient") != "gradient" for group in groups):
         raise ValueError("the saved optimizer made spectral steps (direction='spectral'), which were removed")
+
+
+def _gradient(p: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradient of a parameter in this process and, if that is of a sample, the indices of its classes."""
+    grad, sampled = p.grad, gradient_of_some(p)
+    if sampled is None:
+        if grad is not None and grad.is_sparse:
+            raise TypeError("RiemannianSGD does not support sparse gradients")
+        return None if grad is None else shards.local(grad), None
+    if grad is not None:
+        raise RuntimeError("a weight has gradients of a sample and of all classes: use one of the two losses")
+    places, of_sample = sampled
+    return of_sample, places
 
 
 def _rate(group: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grassy.kernels import compile_cache
-from grassy.kernels.options import StepOptions
+from grassy.kernels.step_options import StepOptions
 
 __all__ = ["WORTH_COMPILING_FOR", "geodesic_step", "supports", "unavailable"]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from grassy.kernels.cuda import nvrtc, stream
-from grassy.kernels.options import StepOptions
+from grassy.kernels.step_options import StepOptions
 
 __all__ = ["HEADS", "Plan", "geodesic_steps", "plan", "source", "supports"]
 

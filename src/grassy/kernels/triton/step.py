@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grassy.kernels.options import NotCompiledYet, StepOptions
 from grassy.kernels.reference import MAX_DOUBLINGS
+from grassy.kernels.step_options import NotCompiledYet, StepOptions
 from grassy.kernels.triton.small_matrices import cosm1_sinc, dot, largest_singular_value
 
 MAX_ROWS = 64
