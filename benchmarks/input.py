@@ -53,7 +53,7 @@ from grassy.data.loader import EpochBatches, Share, WorkerLoader, processors
 from grassy.data.pack import pack
 from grassy.data.transforms import train_transform
 from grassy.models import import_timm
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 from grassy.terminal import bar
 
 CROP, QUALITY, CLASSES = 224, 90, 10

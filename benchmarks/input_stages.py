@@ -23,7 +23,7 @@ from grassy.data.images import Images
 from grassy.data.loader import collate, one_thread, seeded
 from grassy.data.transforms import CropTransform, train_transform
 from grassy.models import import_timm
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 
 
 def stages(files: Sequence[Path], packed: Images, recipe: Recipe, turns: int) -> dict[str, dict[str, float]]:

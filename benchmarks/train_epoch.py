@@ -25,8 +25,8 @@ from torch import nn
 import grassy
 from grassy.data.device_loader import ResidentLoader
 from grassy.distributed.processes import Process, find_device
-from grassy.runs.recipe_changes import with_changes
-from grassy.runs.recipe_files import load_recipe
+from grassy.recipes.changes import with_changes
+from grassy.recipes.files import load_recipe
 from grassy.runs.records import environment
 from grassy.train import loop
 from grassy.train.objective import build_optimizer, compiles

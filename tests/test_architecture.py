@@ -14,13 +14,14 @@ PACKAGE = Path(grassy.__file__).parent
 
 # A part may import the parts of earlier layers, and itself. Parts of one layer do not import each other.
 LAYERS = [
-    {"_version", "atomic", "extras", "mixed_labels", "precision", "shards", "spelling", "subspaces", "terminal"}
-    | {"torchvision_import"},
+    {"_version", "atomic", "extras", "mixed_labels", "precision", "schema", "shards", "spelling"}
+    | {"subspaces", "terminal", "torchvision_import"},
     {"geometry", "paper"},
     {"kernels"},
     {"heads", "optim"},
     {"loss", "surgery", "analysis", "sklearn", "transfer.solvers"},
     {"models", "distributed"},
+    {"recipes"},
     {"runs"},
     {"data"},
     {"inference"},

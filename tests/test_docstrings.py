@@ -30,7 +30,7 @@ CHOSEN = {
         "iteration_time",
         "save_pictures",
     ),
-    "runs.recipe_files": ("load_recipe",),
+    "recipes.files": ("load_recipe",),
     "torchvision_import": ("import_torchvision",),
 }
 

@@ -49,7 +49,7 @@ def test_the_data_source_of_the_page_is_opened_like_any_other(tmp_path):
     package = tmp_path / "src" / "grassy"
     shutil.copytree(ROOT / "src" / "grassy", package, ignore=shutil.ignore_patterns("__pycache__"))
     (package / "data" / "listed_images.py").write_text(blocks("add-a-data-source.md", "python")[0])
-    files = package / "runs" / "recipe_values.py", package / "data" / "images.py"
+    files = package / "recipes" / "values.py", package / "data" / "images.py"
     for file, change in zip(files, blocks("add-a-data-source.md", "diff"), strict=True):
         before, after = (
             "".join(line[1:] + "\n" for line in change.splitlines() if line[0] in kinds).rstrip("\n")

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.browser import browser
 
 import grassy
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
 #: Modules that list their public names, and modules all of whose names are public.
@@ -73,7 +73,7 @@ def test_every_public_name_is_on_a_page_of_the_reference_with_a_docstring(site):
 def test_every_field_of_a_recipe_is_in_the_reference(site):
     known = inventory(site)
     fields = [field.name for field in dataclasses.fields(Recipe)]
-    assert [name for name in fields if f"grassy.runs.recipe.Recipe.{name}" not in known] == []
+    assert [name for name in fields if f"grassy.recipes.recipe.Recipe.{name}" not in known] == []
 
 
 def test_every_page_of_the_docs_is_in_the_navigation(site):

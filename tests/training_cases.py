@@ -7,8 +7,8 @@ import torch
 import yaml
 from PIL import Image
 
-from grassy.runs.recipe import Recipe
-from grassy.runs.recipe_changes import with_changes
+from grassy.recipes.changes import with_changes
+from grassy.recipes.recipe import Recipe
 from grassy.runs.weights import LAST, read_weights
 from grassy.train.loop import train
 

@@ -21,7 +21,7 @@ from grassy.data.loader import Share, ValidationLoader
 from grassy.data.transforms import eval_transform
 from grassy.inference.feature_models import FeatureModel, open_model
 from grassy.precision import amp_dtype
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 from grassy.surgery import find_classifiers
 from grassy.transfer import search_svm
 from grassy.transfer.datasets import KNOWN, MissingData, TransferSet, open_set

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grassy.runs.recipe import Recipe
-from grassy.runs.recipe_changes import with_changes
-from grassy.runs.recipe_files import load_recipe
+from grassy.recipes.changes import with_changes
+from grassy.recipes.files import load_recipe
+from grassy.recipes.recipe import Recipe
 
 TUNE, FINAL = "tune", "final"
 EPOCHS = {TUNE: 20, FINAL: 60}

@@ -32,7 +32,7 @@ import torch
 
 from grassy.distributed.processes import find_device
 from grassy.heads.base import Head
-from grassy.runs.recipe_changes import with_changes
+from grassy.recipes.changes import with_changes
 from grassy.runs.records import environment
 from grassy.runs.weights import LAST
 from grassy.spelling import nearest

@@ -31,9 +31,9 @@ from grassy.data.images import ArrayImages, arrays_from_file
 from grassy.heads import heads_of, recommended_gamma
 from grassy.inference.feature_models import FeatureModel, open_model
 from grassy.models import import_timm
+from grassy.recipes.files import load_recipe
+from grassy.recipes.recipe import Recipe
 from grassy.runs import records
-from grassy.runs.recipe import Recipe
-from grassy.runs.recipe_files import load_recipe
 from grassy.runs.weights import LAST
 from grassy.train.loop import train
 from grassy.train.pretrained import preparation_of_weights

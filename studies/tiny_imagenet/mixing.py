@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 
 #: λ is drawn from so many that were drawn from its Beta distribution beforehand: a graph cannot call NumPy.
 TABLE = 2**16

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import studies.tiny_imagenet.heads as own_heads
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 from studies.cifar100 import plan as cifar100
 from studies.cifar100.plan import Job, Lines, parsed, read, to_do
 

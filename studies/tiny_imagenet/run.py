@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from grassy.distributed.processes import find_device
+from grassy.recipes.changes import with_changes
+from grassy.recipes.recipe import Recipe
 from grassy.runs import records
-from grassy.runs.recipe import Recipe
-from grassy.runs.recipe_changes import with_changes
 from grassy.runs.weights import LAST
 from grassy.train import opening
 from grassy.train.loop import TrainingStopped, train

@@ -13,7 +13,7 @@ import torch
 import grassy
 from grassy import cli
 from grassy.demo import experiment as demo
-from grassy.runs.recipe_files import run_name
+from grassy.recipes.files import run_name
 
 DEMO = "pip install 'grassy[demo]'"
 COMMANDS = (

@@ -13,7 +13,7 @@ from grassy.cli import main
 from grassy.data.run_data import open_data
 from grassy.distributed.processes import Process
 from grassy.inference.load import load
-from grassy.runs.recipe_files import FINETUNED, load_recipe
+from grassy.recipes.files import FINETUNED, load_recipe
 from grassy.runs.state import STATE, read_torch, write_torch
 from grassy.runs.weights import BEST, read_description
 from grassy.train import loop, pretrained

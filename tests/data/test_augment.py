@@ -14,7 +14,7 @@ from timm.data import auto_augment, create_transform
 from grassy.data.augment import MOVES, for_pixels
 from grassy.data.loader import seeded
 from grassy.data.transforms import train_transform
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 
 FILL = (124, 116, 104)
 

@@ -25,7 +25,7 @@ from grassy.data.loader import (
 from grassy.data.run_data import open_data, open_validation
 from grassy.distributed.processes import Process
 from grassy.inference.validate import validate
-from grassy.runs.recipe_changes import with_changes
+from grassy.recipes.changes import with_changes
 from grassy.runs.weights import Description, save_weights
 from grassy.train.model import build_model
 from training_cases import tiny_arrays, tiny_folders, tiny_recipe

@@ -14,7 +14,7 @@ from grassy.data import decode
 from grassy.data.decode import Box, read_pixels
 from grassy.data.loader import Samples, seeded
 from grassy.data.transforms import train_transform
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 
 simplejpeg = pytest.importorskip("simplejpeg")
 

@@ -18,7 +18,7 @@ from grassy.data.loader import (
 )
 from grassy.data.run_data import open_data, open_validation
 from grassy.distributed.processes import Process
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 from training_cases import tiny_arrays, tiny_folders, tiny_recipe
 
 CPU = Process(torch.device("cpu"))

@@ -21,7 +21,7 @@ from grassy.data.images import open_images
 from grassy.data.loader import Samples
 from grassy.data.pack import pack, reduced_size
 from grassy.data.transforms import train_transform
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 from training_cases import tiny_folders, tiny_recipe
 
 

@@ -7,7 +7,7 @@ from timm.data import create_transform
 
 from grassy.data.loader import seeded
 from grassy.data.transforms import eval_transform, train_transform
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from torch import nn
 import grassy
 from grassy.heads import HEADS, GrassmannHead, create_head, describe, recommended_gamma, recommended_options
 from grassy.models import create_model
-from grassy.runs.recipe import Recipe
-from grassy.runs.recipe_files import load_recipe
+from grassy.recipes.files import load_recipe
+from grassy.recipes.recipe import Recipe
 
 
 def mlp(width=64, classes=10):

@@ -13,7 +13,7 @@ from grassy.heads import HEADS, create_head
 from grassy.inference.export import export
 from grassy.inference.features import _watch
 from grassy.optim import AveragedModel
-from grassy.runs.recipe_changes import with_changes
+from grassy.recipes.changes import with_changes
 from grassy.runs.weights import LAST, read_description
 from grassy.surgery import HeadOnMap
 from grassy.train.loop import train

@@ -96,7 +96,7 @@ def test_the_released_networks_are_told_apart_and_fit_timms(recipe):
     with torch.device("meta"):
         backbone, k = FULL[recipe]()
         found = convert(Classifier(backbone, CLASSES, k).state_dict())
-        about = grassy.runs.recipe_files.load_recipe(recipe)
+        about = grassy.recipes.files.load_recipe(recipe)
         model = grassy.models.create_model(about.model, CLASSES, about.head, about.model_kwargs)
     assert recipe.startswith(found.architecture)
     assert found.k == k == about.head.get("k")
@@ -195,7 +195,7 @@ def test_weights_that_fit_several_rows_of_the_paper_need_its_name(k, rows, check
         import_checkpoint(file, folder, "resnet50d-cosine")
     row = next(name for name in names if "rsb-a1" in name or "unnormalized" in name)
     assert main(["import", str(file), "--output", str(folder), "--recipe", row]) == 0
-    about, recipe = read_description(folder / "model.safetensors"), grassy.runs.recipe_files.load_recipe(row)
+    about, recipe = read_description(folder / "model.safetensors"), grassy.recipes.files.load_recipe(row)
     assert (about.crop_pct, about.interpolation, paper_row(about)) == (recipe.crop_pct, recipe.interpolation, row)
 
 
@@ -210,7 +210,7 @@ def test_the_test_sizes_are_those_of_the_authors_configurations():
     recipes |= {"resnet50d-rsb-a1-grassmann": 236, "resnet50d-rsb-a2-linear": 236}
     recipes |= {"resnet50d-rsb-a3-grassmann-fixres": 232}
     for name, resized in recipes.items():
-        recipe = grassy.runs.recipe_files.load_recipe(name)
+        recipe = grassy.recipes.files.load_recipe(name)
         assert round((recipe.test_size or recipe.img_size) / recipe.crop_pct) == resized, name
         bicubic = "rsb" in name or name.startswith(("swin", "deit3"))
         assert recipe.interpolation == ("bicubic" if bicubic else "bilinear")

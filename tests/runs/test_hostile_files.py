@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import grassy
+from grassy import schema
 from grassy.models import create_model
-from grassy.runs import schema
-from grassy.runs.recipe import Recipe, saved_recipe
-from grassy.runs.recipe_files import load_recipe
-from grassy.runs.recipe_yaml import parse_yaml
+from grassy.recipes.files import load_recipe
+from grassy.recipes.recipe import Recipe, saved_recipe
+from grassy.recipes.safe_yaml import parse_yaml
 from grassy.runs.weights import Description, read_description, save_weights
 
 VIT = {"img_size": 8, "patch_size": 4, "depth": 1, "embed_dim": 16, "num_heads": 2}
@@ -214,7 +214,7 @@ def test_a_fifo_is_not_opened(tmp_path):
 
 def test_recipes_are_utf8_whatever_the_locale(write):
     path = write("description: Größe γ\n")
-    code = f"from grassy.runs.recipe_files import load_recipe; print(ascii(load_recipe({str(path)!r}).description))"
+    code = f"from grassy.recipes.files import load_recipe; print(ascii(load_recipe({str(path)!r}).description))"
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ascii("Größe γ")

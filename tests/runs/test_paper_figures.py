@@ -9,9 +9,9 @@ from rich.console import Console
 
 from grassy import paper
 from grassy.cli import main
-from grassy.runs import recipe_table as listing
-from grassy.runs.recipe_changes import with_changes
-from grassy.runs.recipe_files import load_recipe, recipe_names
+from grassy.recipes import table as listing
+from grassy.recipes.changes import with_changes
+from grassy.recipes.files import load_recipe, recipe_names
 from grassy.train.model import build_model
 
 NAMES = recipe_names()

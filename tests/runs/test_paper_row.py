@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from grassy.inference.feature_models import open_model
+from grassy.recipes.changes import with_changes
+from grassy.recipes.files import load_recipe
 from grassy.report.page import open_run
 from grassy.runs.paper_row import paper_row
-from grassy.runs.recipe_changes import with_changes
-from grassy.runs.recipe_files import load_recipe
 from grassy.runs.weights import BEST, Description, read_description, read_weights, save_weights
 from grassy.transfer import protocol
 from training_cases import tiny_run

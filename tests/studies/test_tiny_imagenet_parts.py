@@ -9,7 +9,7 @@ from studies.tiny_imagenet.mixing import DeviceMixing
 from grassy import make_optimizer
 from grassy.heads import create_head, heads_of
 from grassy.models import create_model
-from grassy.runs.recipe_changes import with_changes
+from grassy.recipes.changes import with_changes
 
 
 def test_the_decay_of_a_classifier_is_its_own():

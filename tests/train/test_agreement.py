@@ -7,8 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from grassy.distributed import saves
+from grassy.recipes.changes import with_changes
 from grassy.runs.folder import RunFolder
-from grassy.runs.recipe_changes import with_changes
 from grassy.runs.state import SAVES, STATE, state_in
 from grassy.train import checkpoints, dividing, loop, opening
 from grassy.train.dividing import is_divided

@@ -16,9 +16,9 @@ from grassy.distributed.saves import newest, open_state, read_plain
 from grassy.distributed.state import read_tensors
 from grassy.inference import validate as validate_module
 from grassy.inference.validate import validate
-from grassy.runs.recipe import Recipe
-from grassy.runs.recipe_changes import with_changes
-from grassy.runs.recipe_files import load_recipe
+from grassy.recipes.changes import with_changes
+from grassy.recipes.files import load_recipe
+from grassy.recipes.recipe import Recipe
 from grassy.runs.state import SAVES
 from grassy.runs.weights import BEST_SAVES, LAST
 from grassy.train import dividing, loop

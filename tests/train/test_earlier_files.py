@@ -13,8 +13,8 @@ import torch
 import grassy
 from grassy.heads import LinearHead
 from grassy.inference.validate import validate
+from grassy.recipes.files import load_recipe
 from grassy.report.analyze import analyze
-from grassy.runs.recipe_files import load_recipe
 from grassy.runs.weights import BEST, LAST, read_description
 from grassy.train.loop import train
 from training_cases import tiny_arrays, weights

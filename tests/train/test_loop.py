@@ -13,9 +13,9 @@ import yaml
 import grassy
 from grassy.heads import recommended_gamma
 from grassy.inference.validate import validate
-from grassy.runs.recipe import Recipe
-from grassy.runs.recipe_changes import with_changes
-from grassy.runs.recipe_files import load_recipe
+from grassy.recipes.changes import with_changes
+from grassy.recipes.files import load_recipe
+from grassy.recipes.recipe import Recipe
 from grassy.runs.state import STATE, read_torch, write_torch
 from grassy.runs.weights import BEST, LAST, read_description
 from grassy.train.loop import train

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from grassy import atomic
+from grassy.recipes.changes import with_changes
 from grassy.runs import folder, records, state
 from grassy.runs import weights as weights_module
 from grassy.runs.folder import RunFolder
-from grassy.runs.recipe_changes import with_changes
 from grassy.runs.state import STATE, read_torch
 from grassy.runs.weights import BEST, LAST, read_weights
 from grassy.train import loop

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from grassy.data.run_data import open_data
 from grassy.distributed.processes import Process
-from grassy.runs.recipe_changes import with_changes
+from grassy.recipes.changes import with_changes
 from grassy.runs.state import STATE, read_torch
 from grassy.runs.weights import BEST, LAST, read_weights
 from grassy.train import loop

@@ -9,7 +9,7 @@ from torch import nn
 import grassy
 from grassy import geometry as g
 from grassy import kernels
-from grassy.runs.recipe_changes import with_changes
+from grassy.recipes.changes import with_changes
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grassy.distributed.processes import Process
-from grassy.runs.recipe_changes import with_changes
+from grassy.recipes.changes import with_changes
 from grassy.runs.state import STATE, read_torch, write_torch
 from grassy.runs.weights import LAST
 from grassy.train import loop, opening

@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
 def _field(flag: str) -> str | None:
     """The recipe field or head option that has the name of a flag."""
     from grassy.heads import HEADS, check_head_options
-    from grassy.runs.recipe import HINTS
+    from grassy.recipes.recipe import HINTS
 
     name = flag.removeprefix("--").removeprefix("head.").replace("-", "_")
     if name in HINTS:

@@ -25,7 +25,7 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from grassy.runs import recipe_table as listing
+    from grassy.recipes import table as listing
 
     if args.show:
         print(listing.show(args.pattern))

@@ -79,7 +79,7 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     from grassy.inference.validate import in_files
     from grassy.models import check_name
-    from grassy.runs.recipe_files import load_recipe, run_name
+    from grassy.recipes.files import load_recipe, run_name
     from grassy.runs.records import data_is_gone, remembered_data_dir
     from grassy.train.loop import TrainingStopped, train
     from grassy.train.pretrained import preparation_of_weights

@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> None:
     from grassy.distributed.processes import find_device
     from grassy.inference.feature_models import open_model
     from grassy.precision import amp_dtype
+    from grassy.recipes.recipe import Recipe
     from grassy.runs.folder import RunFolder
-    from grassy.runs.recipe import Recipe
     from grassy.runs.records import environment
     from grassy.transfer import datasets, protocol, table
 

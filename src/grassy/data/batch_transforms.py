@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grassy.mixed_labels import MixedLabels
 from grassy.models import import_timm
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 
 Mix = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | MixedLabels]]
 

@@ -13,7 +13,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from grassy.data.decode import Crop, read_pixels
-from grassy.runs.schema import open_regular
+from grassy.schema import open_regular
 from grassy.spelling import natural_key
 from grassy.torchvision_import import import_torchvision
 

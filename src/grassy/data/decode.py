@@ -9,7 +9,7 @@ from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from grassy.runs.schema import open_regular
+from grassy.schema import open_regular
 
 SIXTEEN_BITS = 2**16 - 1
 #: Pillow knows many more, some of which start other programs: PostScript in a .jpg would run in Ghostscript. MPO is

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grassy.data.images import ArrayImages, Images
 from grassy.data.loader import Batch, EpochBatches, epoch_order, seed_of
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 
 #: Datasets up to this size in bytes are kept on the device by default.
 SMALL_ENOUGH = 4 * 2**30

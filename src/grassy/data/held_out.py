@@ -13,7 +13,7 @@ import numpy as np
 from grassy.data.class_folders import FolderImages, open_files
 from grassy.data.images import ArrayImages, Images, arrays_from_file
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, advice, below_the_split, holds_images, split_place
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 
 Files = ArrayImages | FolderImages
 

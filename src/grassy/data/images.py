@@ -13,8 +13,8 @@ from grassy.data.class_folders import is_hidden, open_files
 from grassy.data.decode import Crop, crop_of, read_pixels
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, advice
 from grassy.data.torchvision_images import TorchvisionImages
-from grassy.runs.recipe_values import check_dataset
-from grassy.runs.schema import open_regular
+from grassy.recipes.values import check_dataset
+from grassy.schema import open_regular
 from grassy.spelling import nearest
 from grassy.torchvision_import import import_torchvision
 

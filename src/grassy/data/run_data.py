@@ -14,7 +14,7 @@ from grassy.data.loader import EpochBatches, Share, ValidationLoader, WorkerLoad
 from grassy.data.stream_loader import STREAMS, StreamLoader, StreamValidation
 from grassy.data.transforms import eval_transform, train_transform
 from grassy.distributed.processes import Process
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 
 #: Warn about classes with fewer training images.
 FEW = 5

@@ -6,8 +6,8 @@ from grassy.data.class_folders import FolderImages
 from grassy.data.held_out import held_out, open_set, part_of, recorded_keys, set_to_split
 from grassy.data.images import Images, check_labels, open_images
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES
-from grassy.runs.recipe import Recipe, saved_recipe
-from grassy.runs.recipe_changes import with_changes
+from grassy.recipes.changes import with_changes
+from grassy.recipes.recipe import Recipe, saved_recipe
 from grassy.runs.records import read_split, remembered_data_dir
 from grassy.runs.weights import PREPARATION, Description
 

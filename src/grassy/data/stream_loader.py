@@ -21,7 +21,7 @@ import torch
 from grassy.data.decode import open_image, reason_for, to_rgb
 from grassy.data.loader import Batch, Failure, Share, checked, collate, on_device, worker_options
 from grassy.data.transforms import Transform
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 from grassy.torchvision_import import import_torchvision
 
 STREAMS = ("wds/", "hfids/", "tfds/")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grassy.data.augment import for_pixels
 from grassy.data.decode import Box, crop_of
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 from grassy.torchvision_import import import_torchvision
 
 Transform = Callable[[np.ndarray], Tensor]

@@ -16,9 +16,9 @@ from torch import Tensor
 from grassy import paper
 from grassy.inference.hub import check_folder, write_timm_folder
 from grassy.models import create_model, import_timm
+from grassy.recipes.files import load_recipe, recipe_names
+from grassy.recipes.recipe import Recipe
 from grassy.runs.inert_pickle import read_tensors
-from grassy.runs.recipe import Recipe
-from grassy.runs.recipe_files import load_recipe, recipe_names
 from grassy.runs.weights import PREPARATION, Description
 
 Tensors = dict[str, Tensor]

@@ -15,7 +15,7 @@ from grassy.heads.base import evaluating
 from grassy.heads.per_class import PerClassHead
 from grassy.inference.effective_rank import SubspaceUse
 from grassy.inference.outliers import OutlierScores, threshold_of
-from grassy.runs.schema import finite
+from grassy.schema import finite
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from grassy.heads import Head, check_head_options, describe, heads_of
 from grassy.heads.state import KEY
 from grassy.inference.model_card import is_unedited, model_card, sealed
 from grassy.models import import_timm, without_pretrained
+from grassy.recipes.files import ARGS
+from grassy.recipes.recipe import DEFAULTS
 from grassy.runs.hub import ADAPTER_WEIGHTS, ALL_WEIGHTS, CARD, CONFIG, HEAD, WEIGHTS, is_folder_of_hub, read_config
-from grassy.runs.recipe import DEFAULTS
-from grassy.runs.recipe_files import ARGS
-from grassy.runs.schema import check_head, fail
 from grassy.runs.state import SAVES, STATE
 from grassy.runs.weights import BEST, BEST_SAVES, LAST, PREPARATION, Description, save_weights, with_number_for_gamma
+from grassy.schema import check_head, fail
 from grassy.surgery import replace_head
 from grassy.torchvision_import import import_torchvision
 

@@ -25,8 +25,8 @@ from grassy.inference.hub import (
 )
 from grassy.inference.load import load
 from grassy.models import create_model, import_timm
+from grassy.recipes.recipe import DEFAULTS
 from grassy.runs.hub import REMOTE
-from grassy.runs.recipe import DEFAULTS
 from grassy.runs.weights import Description, description_text, read_description, save_weights, weights_file
 from grassy.subspaces import has_adapters
 

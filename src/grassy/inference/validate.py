@@ -16,9 +16,9 @@ from grassy.distributed import processes as distributed
 from grassy.inference.evaluate import Metrics, evaluate
 from grassy.inference.load import load, load_divided
 from grassy.precision import amp_dtype
+from grassy.recipes.changes import with_changes
+from grassy.recipes.recipe import Recipe
 from grassy.runs.paper_row import paper_row
-from grassy.runs.recipe import Recipe
-from grassy.runs.recipe_changes import with_changes
 from grassy.runs.records import data_is_gone
 from grassy.runs.weights import check_rgb, read_description, weights_file
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from grassy import schema
 from grassy.atomic import file_digest, write_atomically
 from grassy.data.images import Images
 from grassy.data.run_images import data_dir_of, run_images, run_recipe
@@ -17,11 +18,10 @@ from grassy.distributed.processes import find_device
 from grassy.inference.feature_models import open_model
 from grassy.inference.features import extract, feature_classifiers
 from grassy.precision import amp_dtype
+from grassy.recipes.recipe import Recipe
 from grassy.report.classes import MOST_ANGLES, SCALARS, describe
 from grassy.report.examples import check_examples
 from grassy.report.thumbnails import short_name
-from grassy.runs import schema
-from grassy.runs.recipe import Recipe
 from grassy.runs.records import environment
 from grassy.runs.weights import Description, read_description, weights_file
 

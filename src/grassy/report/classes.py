@@ -27,7 +27,7 @@ from grassy.heads.multi import MultiHead
 from grassy.kernels import unit
 from grassy.report.examples import choose_examples, share_inside
 from grassy.report.packing import pack_angles, rounded
-from grassy.runs.schema import finite
+from grassy.schema import finite
 from grassy.spelling import natural_key
 
 NEAREST = 8

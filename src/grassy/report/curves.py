@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from grassy.runs.records import CURVES, SUMMARY
-from grassy.runs.schema import MOST_DESCRIPTION, read_text
+from grassy.schema import MOST_DESCRIPTION, read_text
 
 Columns = dict[str, list[float | None]]
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grassy import schema
 from grassy.analysis.class_angles import orthonormal_bases
 from grassy.analysis.labelled import members_by_class
 from grassy.report.packing import rounded
-from grassy.runs import schema
 
 MISTAKES_OF_PAIR = 12
 MOST_MISTAKES = 8000

@@ -1,1 +1,1 @@
-"""A run on disk: its recipe, weights, state to resume from, folder and records."""
+"""A run on disk: its weights, state to resume from, folder and records."""

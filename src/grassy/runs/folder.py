@@ -11,8 +11,8 @@ from torch import Tensor
 
 from grassy.atomic import remove_torn_files, write_atomically
 from grassy.distributed.saves import MANIFEST, PART, newest
-from grassy.runs.recipe import Recipe
-from grassy.runs.recipe_files import of_this_version
+from grassy.recipes.files import of_this_version
+from grassy.recipes.recipe import Recipe
 from grassy.runs.state import STATE, state_in, write_torch
 from grassy.runs.weights import BEST, BEST_SAVES, LAST, Description, save_weights
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from grassy.runs.schema import MOST_DESCRIPTION, parse_json, read_text
+from grassy.schema import MOST_DESCRIPTION, parse_json, read_text
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 ADAPTERS, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

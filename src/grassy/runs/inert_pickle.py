@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grassy.runs.schema import open_regular
+from grassy.schema import open_regular
 
 
 class Inert:

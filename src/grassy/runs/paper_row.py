@@ -1,8 +1,8 @@
 """Which row of the paper a run reproduces; only that row's results may be shown beside it."""
 
 from grassy import paper
-from grassy.runs.recipe import saved_recipe
-from grassy.runs.recipe_files import load_recipe, recipe_names
+from grassy.recipes.files import load_recipe, recipe_names
+from grassy.recipes.recipe import saved_recipe
 from grassy.runs.weights import Description
 
 #: The first class of ImageNet-1K, as a folder name and in Hugging Face datasets.

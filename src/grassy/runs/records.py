@@ -16,9 +16,9 @@ import torch
 
 from grassy._version import __version__
 from grassy.atomic import write_atomically
-from grassy.runs.recipe import Recipe
-from grassy.runs.recipe_files import ARGS
-from grassy.runs.schema import MOST_ANALYSIS, MOST_CLASSES, MOST_DESCRIPTION, fail, list_of, parse_json, read_text, text
+from grassy.recipes.files import ARGS
+from grassy.recipes.recipe import Recipe
+from grassy.schema import MOST_ANALYSIS, MOST_CLASSES, MOST_DESCRIPTION, fail, list_of, parse_json, read_text, text
 
 ENVIRONMENT, SUMMARY, CURVES = "environment.json", "summary.csv", "tensorboard"
 #: The images that a run holds out, if it split the data itself.

@@ -19,10 +19,10 @@ from grassy.distributed.saves import MANIFEST, Saved, newest, open_state, read_p
 from grassy.distributed.state import read_tensors
 from grassy.heads import GrassmannHead
 from grassy.models import without_pretrained
+from grassy.recipes.files import ARGS
 from grassy.runs import hub
-from grassy.runs.recipe_files import ARGS
-from grassy.runs.schema import check_description, parse_json
 from grassy.runs.state import SAVES, STATE, read_torch
+from grassy.schema import check_description, parse_json
 
 BEST, LAST = "model_best.safetensors", "last.safetensors"
 #: The folder that replaces the best weights if they are sharded over processes. The last weights are in `SAVES`.

@@ -19,8 +19,8 @@ from grassy.distributed.saves import read_plain
 from grassy.distributed.state import load_state, save_state
 from grassy.inference.evaluate import Metrics
 from grassy.inference.outliers import RATE
+from grassy.recipes.changes import with_changes
 from grassy.runs.folder import RunFolder, check_same_run
-from grassy.runs.recipe_changes import with_changes
 from grassy.runs.state import SAVES, read_torch
 from grassy.runs.weights import BEST_SAVES, PREPARATION, Description, description_text
 from grassy.train.dividing import is_divided, may_grow_divided

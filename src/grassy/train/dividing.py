@@ -17,7 +17,7 @@ from grassy.distributed.processes import Process
 from grassy.heads import RECOMMENDED, RECOMMENDED_K, heads_of
 from grassy.heads.per_class import PerClassHead
 from grassy.models import create_model, without_pretrained
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 from grassy.shards import is_distributed
 
 #: Size of a head's weight in bytes from which its classes are sharded, unless the recipe decides.

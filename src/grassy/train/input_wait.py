@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from grassy.data.loader import WorkerLoader, processors
 from grassy.data.run_data import Data
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 
 #: The share of waiting from which a run reports it.
 MUCH = 0.1

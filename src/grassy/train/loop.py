@@ -9,7 +9,7 @@ from grassy.data.batch_transforms import Preparation
 from grassy.data.loader import Failure
 from grassy.distributed import processes as distributed
 from grassy.inference.evaluate import Metrics, evaluate
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 from grassy.train.checkpoints import Checkpoints
 from grassy.train.model import training_mode
 from grassy.train.opening import opened_run

@@ -11,7 +11,7 @@ from grassy.heads import GrassmannHead, Head, heads_of
 from grassy.heads.gamma import automatic_gamma
 from grassy.heads.state import KEY, difference, options_in
 from grassy.models import create_model
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 from grassy.runs.weights import read_description, read_weights, weights_file
 from grassy.train.pretrained import fetching_weights
 

@@ -8,7 +8,7 @@ from torch import nn
 from grassy.loss import create_criterion
 from grassy.optim import make_optimizer
 from grassy.optim.joint import JointOptimizer
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 
 #: torch optimizers whose step is one kernel on a GPU and can be captured in a CUDA graph.
 FUSED = ("sgd", "adam", "adamw")

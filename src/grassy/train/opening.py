@@ -18,9 +18,9 @@ from grassy.heads import RECOMMENDED, GrassmannHead, heads_of, recommended_optio
 from grassy.models import without_pretrained
 from grassy.optim import AveragedModel
 from grassy.precision import amp_dtype
+from grassy.recipes.recipe import Recipe
 from grassy.runs import records
 from grassy.runs.folder import RunFolder
-from grassy.runs.recipe import Recipe
 from grassy.train.checkpoints import Checkpoints, run_of
 from grassy.train.dividing import Division, division_of
 from grassy.train.model import build_model

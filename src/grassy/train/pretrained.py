@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from grassy.models import import_timm
-from grassy.runs.schema import INTERPOLATIONS
 from grassy.runs.weights import PREPARATION, read_description, weights_file
+from grassy.schema import INTERPOLATIONS
 
 #: Seconds to wait for a connection.
 PATIENCE = 4.0

@@ -11,7 +11,7 @@ from grassy.data.run_data import Data
 from grassy.distributed.processes import Process
 from grassy.optim import AveragedModel
 from grassy.optim.joint import JointOptimizer
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 from grassy.train.schedule import Schedule
 from grassy.train.training_step import TrainingStep
 

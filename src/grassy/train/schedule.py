@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 
 
 def learning_rate_factor(recipe: Recipe, epoch: float) -> float:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from grassy.atomic import write_atomically
 from grassy.distributed import processes as distributed
 from grassy.distributed.processes import Process
-from grassy.runs.recipe import Recipe
+from grassy.recipes.recipe import Recipe
 from grassy.runs.state import state_in
 from grassy.train.run import Run
 

@@ -10,8 +10,8 @@ from grassy.data.held_out import split as split_set
 from grassy.data.images import Images, Joined, arrays_from_file, of_torchvision, open_images
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, folders_in, holds_images, split_place
 from grassy.data.run_images import data_dir_of, run_images, run_recipe
-from grassy.runs.recipe import Recipe
-from grassy.runs.recipe_changes import with_changes
+from grassy.recipes.changes import with_changes
+from grassy.recipes.recipe import Recipe
 from grassy.runs.records import ENVIRONMENT
 from grassy.runs.weights import read_description, weights_file
 from grassy.spelling import nearest

@@ -13,10 +13,10 @@ import grassy
 from grassy import paper
 from grassy.heads import create_head
 from grassy.models import import_timm
-from grassy.runs.recipe_files import load_recipe, read_settings, recipe_names
-from grassy.runs.recipe_values import CHOICES
+from grassy.recipes.files import load_recipe, read_settings, recipe_names
+from grassy.recipes.values import CHOICES
 
-FILES = sorted((resources.files("grassy") / "recipes").iterdir(), key=lambda file: file.name)
+FILES = sorted((resources.files("grassy.recipes") / "library").iterdir(), key=lambda file: file.name)
 NAMES = recipe_names()
 ROWS = paper.rows()
 

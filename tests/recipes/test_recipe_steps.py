@@ -9,8 +9,8 @@ from torch import nn
 from grassy.distributed.processes import Process
 from grassy.models import import_timm
 from grassy.optim.joint import GRASSMANN, MANIFOLD
-from grassy.runs.recipe_changes import with_changes
-from grassy.runs.recipe_files import load_recipe, recipe_names
+from grassy.recipes.changes import with_changes
+from grassy.recipes.files import load_recipe, recipe_names
 from grassy.runs.weights import Description, save_weights
 from grassy.subspaces import named_subspaces
 from grassy.train.model import build_model

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
-from grassy.runs.recipe_values import check_head_settings, check_values, typed_value
-from grassy.runs.schema import check_head, check_model_kwargs, check_recipe
+from grassy.recipes.values import check_head_settings, check_values, typed_value
+from grassy.schema import check_head, check_model_kwargs, check_recipe
 
 #: Fields in which a run may differ from its row of the paper: how and where it runs, and how its data is opened.
 NOT_OF_A_ROW = {

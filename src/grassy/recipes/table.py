@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grassy import paper
-from grassy.runs.recipe import Recipe
-from grassy.runs.recipe_files import load_recipe, recipe_names
+from grassy.recipes.files import load_recipe, recipe_names
+from grassy.recipes.recipe import Recipe
 from grassy.spelling import nearest
 
 #: Titles of the columns, and whether they hold numbers.

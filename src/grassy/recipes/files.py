@@ -11,10 +11,10 @@ from typing import Any
 
 from grassy.heads import RECOMMENDED
 from grassy.models import import_timm
-from grassy.runs.recipe import Recipe
-from grassy.runs.recipe_changes import merged, schedule_follows, still_described
-from grassy.runs.recipe_yaml import parse_yaml
-from grassy.runs.schema import MOST_RECIPE, read_text
+from grassy.recipes.changes import merged, schedule_follows, still_described
+from grassy.recipes.recipe import Recipe
+from grassy.recipes.safe_yaml import parse_yaml
+from grassy.schema import MOST_RECIPE, read_text
 from grassy.spelling import natural_key, nearest
 
 #: The recipe of a run, in its folder.
@@ -167,4 +167,4 @@ def _beside(base: Any, place: str) -> str | Path:
 
 
 def _folder() -> Any:
-    return resources.files("grassy") / "recipes"
+    return resources.files("grassy.recipes") / "library"

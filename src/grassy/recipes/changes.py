@@ -6,8 +6,8 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from grassy.heads import HEADS, check_head_options
-from grassy.runs.recipe import DEFAULTS, HINTS, NOT_OF_A_ROW, Recipe
-from grassy.runs.recipe_values import MOST
+from grassy.recipes.recipe import DEFAULTS, HINTS, NOT_OF_A_ROW, Recipe
+from grassy.recipes.values import MOST
 from grassy.spelling import nearest
 
 #: Largest share of a shortened run that its warm-up may take.

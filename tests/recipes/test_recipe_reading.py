@@ -7,9 +7,9 @@ import torch
 import yaml
 
 from grassy.cli import main
+from grassy.recipes.files import load_recipe
+from grassy.recipes.recipe import Recipe
 from grassy.runs.folder import check_same_run
-from grassy.runs.recipe import Recipe
-from grassy.runs.recipe_files import load_recipe
 
 
 @pytest.fixture

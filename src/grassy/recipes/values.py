@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from grassy.heads import check_head_options, create_head
-from grassy.runs.schema import CROP_MODES, INTERPOLATIONS, LEAST_CROP, MOST_CLASSES, MOST_CROP, MOST_PIXELS
+from grassy.schema import CROP_MODES, INTERPOLATIONS, LEAST_CROP, MOST_CLASSES, MOST_CROP, MOST_PIXELS
 from grassy.spelling import nearest
 
 if TYPE_CHECKING:
-    from grassy.runs.recipe import Recipe
+    from grassy.recipes.recipe import Recipe
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "crop": ("resized", "padded", "none"),

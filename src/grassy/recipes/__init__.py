@@ -1,0 +1,1 @@
+"""Recipes: the settings of a training run, the files of the package in `library`, and changes to them."""
