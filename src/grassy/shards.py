@@ -38,14 +38,14 @@ def is_sharded(tensor: Any) -> bool:
     return any(placement.is_shard(0) for placement in getattr(tensor, "placements", ()))
 
 
-def is_distributed(tensor: Any) -> bool:
+def is_dtensor(tensor: Any) -> bool:
     """Whether a tensor is a DTensor, sharded or replicated."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return the local part of a DTensor, or a plain tensor itself. It shares memory and passes gradients."""
-    return tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
 
 
 def shard_of(weight: Tensor) -> Shard:
@@ -78,12 +78,12 @@ def largest_of_all(value: Tensor, tensor: Tensor) -> Tensor:
 
 def first_row(tensor: Tensor) -> int:
     """Return the global index of the first row that this process holds."""
-    if not is_distributed(tensor):
+    if not is_dtensor(tensor):
         return 0
     return int(tensor.__create_chunk_list__()[0].offsets[0])  # type: ignore[attr-defined]
 
 
-def divided_like(whole: Tensor, weight: Tensor) -> Tensor:
+def sharded_like(whole: Tensor, weight: Tensor) -> Tensor:
     """Return this process's rows of a whole tensor, as a DTensor sharded like the weight."""
     shard = shard_of(weight)
     part = whole[shard.offset : shard.stop].to(weight.device).clone()
@@ -92,7 +92,7 @@ def divided_like(whole: Tensor, weight: Tensor) -> Tensor:
 
 def with_local(tensor: Tensor, part: Tensor) -> Tensor:
     """Return a DTensor with the layout of `tensor` and the local part `part`, or `part` for a plain tensor."""
-    if not is_distributed(tensor):
+    if not is_dtensor(tensor):
         return part
     like: Any = tensor
     made: Tensor = type(like).from_local(

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from divided_state import CLASSES, K, Model, N, assert_same, build, put, saved_on_four, shards, train, whole
 from grassy.distributed.saves import MANIFEST, newest
 from grassy.distributed.state import load_state
 from ranks import on_ranks
+from sharded_state import CLASSES, K, Model, N, assert_same, build, put, saved_on_four, shards, train, whole
 
 pytestmark = pytest.mark.distributed
 

@@ -67,10 +67,10 @@ def test_logits_of_too_many_classes_are_refused():
 
 
 @pytest.mark.parametrize("fsdp", [True, []], ids=["all blocks", "named blocks"])
-@pytest.mark.parametrize("divided", [True, False])
-def test_a_scale_that_is_learned_is_refused_by_fsdp_in_one_sentence(mesh, divided, fsdp):
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_scale_that_is_learned_is_refused_by_fsdp_in_one_sentence(mesh, sharded, fsdp):
     model = torch.nn.Sequential(torch.nn.Linear(4, N), grassy.create_head("grassmann", N, 9, k=K, learnable_gamma=True))
-    if divided:
+    if sharded:
         grassy.distributed.shard_head(model, mesh)
     with pytest.raises(ValueError, match=r"fsdp cannot shard 1\.gamma, which is a scalar: use fsdp=False, or .*gamma"):
         grassy.distributed.wrap(model, mesh, fsdp=fsdp)

@@ -1,4 +1,4 @@
-"""Heads whose classes are divided over processes (gloo, CPU) against one process that has all of them."""
+"""Heads whose classes are sharded over processes (gloo, CPU) against one process that has all of them."""
 
 import functools
 

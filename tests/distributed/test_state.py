@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from divided_state import Model, assert_same, build, put, saved_on_four, shards, train, whole
 from grassy.distributed import state as state_module
 from grassy.distributed.saves import newest, open_state
 from grassy.distributed.state import load_state, read_tensors, save_state
 from ranks import on_ranks
+from sharded_state import Model, assert_same, build, put, saved_on_four, shards, train, whole
 
 pytestmark = pytest.mark.distributed
 

@@ -10,9 +10,9 @@ from grassy.distributed import saves
 from grassy.recipes.changes import with_changes
 from grassy.runs.folder import RunFolder
 from grassy.runs.state import SAVES, STATE, state_in
-from grassy.train import checkpoints, dividing, loop, opening
-from grassy.train.dividing import is_divided
+from grassy.train import checkpoints, loop, opening, sharding
 from grassy.train.loop import TrainingStopped, train
+from grassy.train.sharding import has_sharded_weights
 from ranks import on_ranks
 from training_cases import tiny_arrays, tiny_recipe
 
@@ -38,7 +38,7 @@ def run_on_two(recipe, data, output, resume="", before=lambda rank: None):
 @pytest.mark.slow
 @pytest.mark.parametrize("value", ["top1", "loss"])
 def test_the_best_weights_are_those_of_the_main_process_whatever_another_one_measures(tmp_path, value):
-    """Saving divided weights needs both processes: one that thinks otherwise would make the other wait."""
+    """Saving sharded weights needs both processes: one that thinks otherwise would make the other wait."""
 
     def measure_differently(rank):
         evaluate, epochs = loop.evaluate, iter(range(9))
@@ -104,26 +104,26 @@ def test_what_one_process_finds_wrong_with_the_folder_all_say(tmp_path):
 
 @pytest.fixture(scope="module")
 def saved_runs(tmp_path_factory):
-    """A folder with data, a run of whole weights and a divided one."""
+    """A folder with data, a run of whole weights and a sharded one."""
     folder = tmp_path_factory.mktemp("saved")
     data = tiny_arrays(folder / "data")
-    for name, shard_head in (("whole", False), ("divided", True)):
+    for name, shard_head in (("whole", False), ("sharded", True)):
         train(tiny_recipe(epochs=1, shard_head=shard_head), data, folder / name, device="cpu", quiet=True)
     return folder
 
 
-@pytest.mark.parametrize("kind", ["whole", "divided"])
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
 @pytest.mark.parametrize("trouble", ["damaged", "of another run", "another save"])
 def test_a_state_that_one_process_alone_cannot_use_stops_all_with_a_sentence_that_names_it(saved_runs, kind, trouble):
     """As on machines whose folders of the same name hold different files."""
-    recipe = tiny_recipe(epochs=2, shard_head=kind == "divided")
+    recipe = tiny_recipe(epochs=2, shard_head=kind == "sharded")
     state = state_in(saved_runs / kind)
     before = {file: file.read_bytes() for file in sorted(saved_runs.rglob("*")) if file.is_file()}
 
     def on_another_disk(rank):
         if rank == 0:
             return
-        read = checkpoints.read_plain if kind == "divided" else checkpoints.read_torch
+        read = checkpoints.read_plain if kind == "sharded" else checkpoints.read_torch
 
         def other(path):
             if trouble == "damaged":
@@ -165,7 +165,7 @@ def test_data_that_one_process_alone_does_not_find_stops_all(tmp_path):
 
 
 def test_a_run_that_starts_on_one_process_grows_and_keeps_its_large_head_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(dividing, "MUCH", 0)
+    monkeypatch.setattr(sharding, "MUCH", 0)
     recipe, data = tiny_recipe(epochs=1), tiny_arrays(tmp_path / "data")
     assert recipe.shard_head == "auto"
     train(recipe, data, tmp_path / "run", device="cpu", quiet=True)
@@ -174,7 +174,7 @@ def test_a_run_that_starts_on_one_process_grows_and_keeps_its_large_head_whole(t
         train_epochs = loop.train_epochs
 
         def checked(run, *others):
-            assert not is_divided(run.trained.model)
+            assert not has_sharded_weights(run.trained.model)
             train_epochs(run, *others)
 
         loop.train_epochs = checked
@@ -182,5 +182,5 @@ def test_a_run_that_starts_on_one_process_grows_and_keeps_its_large_head_whole(t
     positions = run_on_two(with_changes(recipe, {"epochs": 2}), data, tmp_path / "run", "auto", expect_whole)
     assert [position.epoch for position in positions] == [2, 2]
     assert (tmp_path / "run" / STATE).is_file()
-    run_on_two(recipe, data, tmp_path / "other")  # from the beginning, the same head is divided
+    run_on_two(recipe, data, tmp_path / "other")  # from the beginning, the same head is sharded
     assert (tmp_path / "other" / SAVES).is_dir()

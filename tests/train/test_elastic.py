@@ -62,8 +62,8 @@ def wait_for(condition, *agents):
 
 @pytest.mark.parametrize("kind", ["whole", *(["sharded", "fsdp"] if "GRASSY_KILLS" in os.environ else [])])
 def test_a_run_goes_on_without_a_machine_that_is_lost_and_with_one_that_joins(agent, tmp_path, kind):
-    division = {"whole": {}, "sharded": {"shard_head": True}, "fsdp": {"shard_head": True, "fsdp": True}}[kind]
-    recipe = tiny_recipe(checkpoint_interval=1e-9, epochs=EPOCHS, val_interval=20, **division)
+    sharding = {"whole": {}, "sharded": {"shard_head": True}, "fsdp": {"shard_head": True, "fsdp": True}}[kind]
+    recipe = tiny_recipe(checkpoint_interval=1e-9, epochs=EPOCHS, val_interval=20, **sharding)
     output = tmp_path / "run"
     first, second = agent(recipe), agent(recipe)
     wait_for(lambda: updates_saved(output) > 20, first, second)
@@ -96,4 +96,4 @@ def test_a_run_goes_on_without_a_machine_that_is_lost_and_with_one_that_joins(ag
     rows = (read_plain(state) if state.is_dir() else read_torch(state))["progress"]["rows"]
     assert [row["epoch"] for row in rows] == list(range(EPOCHS))
     assert rows[-1]["eval_top1"] > 90
-    assert (output / SAVES).is_dir() == bool(division)
+    assert (output / SAVES).is_dir() == bool(sharding)

@@ -46,9 +46,9 @@ def kill_again_and_again(run, kills, seed=1):
     return before
 
 
-@pytest.mark.parametrize("divided", [False, True], ids=["whole", "divided"])
-def test_ranks_that_are_killed_again_and_again_cost_nothing_that_was_saved(tmp_path, divided):
-    recipe = tiny_recipe(checkpoint_interval=1e-9, epochs=10 + 4 * KILLS, val_interval=10, shard_head=divided)
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_ranks_that_are_killed_again_and_again_cost_nothing_that_was_saved(tmp_path, sharded):
+    recipe = tiny_recipe(checkpoint_interval=1e-9, epochs=10 + 4 * KILLS, val_interval=10, shard_head=sharded)
     data = tiny_arrays(tmp_path / "data", images=80)
     with Torchrun(tmp_path, recipe, data, tmp_path / "run", restarts=KILLS) as run:
         before = kill_again_and_again(run, KILLS)
@@ -59,11 +59,11 @@ def test_ranks_that_are_killed_again_and_again_cost_nothing_that_was_saved(tmp_p
     assert all(after >= saved for after, saved in zip(resumed, before, strict=True))
     with Torchrun(tmp_path, recipe, data, tmp_path / "whole") as whole:
         whole.finish()
-    for name in (SAVES, BEST_SAVES) if divided else (LAST, BEST):
+    for name in (SAVES, BEST_SAVES) if sharded else (LAST, BEST):
         ends, expected = read_weights(tmp_path / "run" / name), read_weights(tmp_path / "whole" / name)
         assert all(torch.equal(ends[key], expected[key]) for key in expected)
     assert not is_saving(tmp_path / "run")
-    if divided:  # the optimizer's state, too
+    if sharded:  # the optimizer's state, too
         ends, expected = (read_tensors(open_state(tmp_path / name / SAVES), "optim") for name in ("run", "whole"))
         assert all(torch.equal(ends[key], expected[key]) for key in expected)
 

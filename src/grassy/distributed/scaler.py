@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grassy.kernels.sampling import gradient_of_some
-from grassy.shards import is_distributed, local
+from grassy.shards import is_dtensor, local
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -41,7 +41,7 @@ class _Local:
 def _seen(p: Any) -> Tensor:
     if (sampled := gradient_of_some(p)) is not None:
         return _with_gradient(sampled[1])
-    if not is_distributed(p) or p.grad is None:
+    if not is_dtensor(p) or p.grad is None:
         return p  # type: ignore[no-any-return]
     return _with_gradient(local(p.grad))
 

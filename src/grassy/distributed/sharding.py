@@ -115,7 +115,7 @@ def whole(weight: Tensor) -> Tensor:
     Raises:
         ValueError: If the whole tensor has more than 8 GiB.
     """
-    if not shards.is_distributed(weight):
+    if not shards.is_dtensor(weight):
         return weight.detach()
     if (size := weight.numel() * weight.element_size()) > WHOLE_AT_MOST:
         raise ValueError(
@@ -151,10 +151,10 @@ def _shard(head: PerClassHead, mesh: DeviceMesh, seed: int) -> None:
             _draw(head, name, local, start, (seed, number))
         else:
             local = p.detach()[start:stop].to(device, copy=True)
-        divided = DTensor.from_local(
+        sharded = DTensor.from_local(
             local, mesh, [Shard(0)], run_check=False, shape=p.shape, stride=torch.empty(p.shape, device="meta").stride()
         )
-        setattr(head, name, nn.Parameter(divided, requires_grad=p.requires_grad))
+        setattr(head, name, nn.Parameter(sharded, requires_grad=p.requires_grad))
     head.is_sharded = True
     _create_the_rest(head, device)
     head.register_load_state_dict_pre_hook(_divide_what_is_loaded)  # type: ignore[no-untyped-call]
@@ -204,5 +204,5 @@ def _divide_what_is_loaded(head: nn.Module, state_dict: dict[str, Any], prefix: 
     """Replace whole weights in a state_dict by this process's shards, so that a sharded head can load them."""
     for name in head.class_names:  # type: ignore[union-attr]
         p, value = getattr(head, str(name)), state_dict.get(f"{prefix}{name}")
-        if isinstance(value, Tensor) and not shards.is_distributed(value) and p is not None and value.shape == p.shape:
-            state_dict[f"{prefix}{name}"] = shards.divided_like(value, p)
+        if isinstance(value, Tensor) and not shards.is_dtensor(value) and p is not None and value.shape == p.shape:
+            state_dict[f"{prefix}{name}"] = shards.sharded_like(value, p)

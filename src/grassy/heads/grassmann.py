@@ -297,7 +297,7 @@ class GrassmannHead(PerClassHead):
     @property
     def options(self) -> dict[str, Any]:
         # Reading the dimensions of a sharded weight would need communication.
-        known = self.weight.is_meta or shards.is_distributed(self.weight)
+        known = self.weight.is_meta or shards.is_dtensor(self.weight)
         dims = self._initial_dims if known else self.dims.tolist()
         dims = [dims] if isinstance(dims, int) else dims
         rows = self.weight.shape[1]  # in a loaded weight, no class may use all of them
@@ -354,7 +354,7 @@ def _return_to_manifold(head: nn.Module, state_dict: dict[str, Any], prefix: str
     own = int(empty[0]) + shards.first_row(given) if len(empty) else len(given)
     first = -int(shards.largest_of_all(torch.tensor(-own, device=weight.device), given))
     if first < len(given):
-        others = 0 if shards.is_distributed(given) else len(empty) - 1  # a process knows only its own classes
+        others = 0 if shards.is_dtensor(given) else len(empty) - 1  # a process knows only its own classes
         raise ValueError(
             f"{key} is not a weight of subspaces: class {first} has no direction, its rows are zero"
             + (f" (and {others} more classes)" if others else "")

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from grassy.analysis.spectrum import effective_rank_of_moments
-from grassy.distributed import processes as distributed
+from grassy.distributed import processes
 from grassy.heads import GrassmannHead, heads_of
 from grassy.heads.base import evaluating
 from grassy.kernels import unit
-from grassy.shards import is_distributed
+from grassy.shards import is_dtensor
 
 #: Features per chunk. Each feature needs a copy of its class's basis, so this bounds the memory.
 ROWS = 64
@@ -30,7 +30,7 @@ class SubspaceUse:
     def __init__(self, model: nn.Module) -> None:
         found = [head for head in heads_of(model) if isinstance(head, GrassmannHead) and head.subspace_names]
         # With a sharded weight, a process lacks most bases of the classes that it sees.
-        self.head = found[0] if found and not is_distributed(found[0].weight) else None
+        self.head = found[0] if found and not is_dtensor(found[0].weight) else None
         self.features: Tensor | None = None
         self.moments: Tensor | None = None
         if self.head is not None:
@@ -69,7 +69,7 @@ class SubspaceUse:
         """
         if self.moments is None:
             return None
-        moments = distributed.summed(self.moments) if own_batches else self.moments
+        moments = processes.summed(self.moments) if own_batches else self.moments
         if not bool(moments.isfinite().all()):  # the model has diverged, which the loss reports
             return None
         ranks = effective_rank_of_moments(moments.cpu())

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from grassy.data.batch_transforms import Preparation
 from grassy.data.loader import Batch, Failure
-from grassy.distributed import processes as distributed
+from grassy.distributed import processes
 from grassy.heads import heads_of
 from grassy.heads.base import evaluating
 from grassy.heads.per_class import PerClassHead
@@ -71,8 +71,8 @@ def evaluate(
             counts = (losses * read, best[:, 0] & read, best.any(1) & read, read)
             sums += torch.stack([count.double().sum() for count in counts])
     if own_batches:
-        sums, failures = distributed.summed(sums), distributed.gathered(failures)
-        scores = distributed.gathered(scores)
+        sums, failures = processes.summed(sums), processes.gathered(failures)
+        scores = processes.gathered(scores)
     rank = use.effective_rank(own_batches)
     loss, top1, top5, images_read = sums.tolist()
     if not images_read:
@@ -120,14 +120,14 @@ def in_step(batches: Iterable[Batch], own_batches: bool, device: torch.device) -
     own_batches: each process has its own batches.
     """
     own = iter(batches)
-    place = distributed.device_to_agree_on(device)
+    place = processes.device_to_agree_on(device)
     while True:
         batch = next(own, None)
         shape = [0, 0, 0]
         if batch is not None and batch.blank < len(batch.labels):
             shape = [len(batch.labels), *batch.images.shape[-2:]]
         asked = torch.tensor([batch is not None, *shape], device=place)
-        more, size, height, width = (distributed.largest(asked) if own_batches else asked).tolist()
+        more, size, height, width = (processes.largest(asked) if own_batches else asked).tolist()
         if not more:
             return
         if batch is None or not shape[0]:

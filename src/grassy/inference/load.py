@@ -84,7 +84,7 @@ def _base_model(adapters: Path, base: str) -> nn.Module:
     return load(folder)
 
 
-def load_divided(save: Path, device: torch.device) -> nn.Module:
+def load_sharded(save: Path, device: torch.device) -> nn.Module:
     """Load a distributed save so that each process holds a shard of the classes.
 
     A head without per-class weights stays whole in every process.

@@ -12,9 +12,9 @@ from grassy.data.images import Images
 from grassy.data.run_data import open_validation
 from grassy.data.run_images import data_dir_of, run_images, run_recipe
 from grassy.data.stream_loader import STREAMS
-from grassy.distributed import processes as distributed
+from grassy.distributed import processes
 from grassy.inference.evaluate import Metrics, evaluate
-from grassy.inference.load import load, load_divided
+from grassy.inference.load import load, load_sharded
 from grassy.precision import amp_dtype
 from grassy.recipes.changes import with_changes
 from grassy.recipes.recipe import Recipe
@@ -58,18 +58,18 @@ def validate(
     given, data_dir = data_dir, data_dir_of(file, recipe, data_dir, dataset)
     if given is None and data_dir is not None and in_files(recipe) and not data_dir.exists():
         raise ValueError(data_is_gone(data_dir))
-    with distributed.joined(device) as process:
+    with processes.joined(device) as process:
         images: Images | None = None
         notes: list[str] = []
         if not recipe.dataset.startswith(STREAMS):
             images, notes = run_images(file, description, recipe, data_dir)
-        batches, sharded = open_validation(recipe, data_dir, images, description.num_classes, process)
-        divided = file.is_dir() and process.world_size > 1
-        model = load_divided(file, process.device) if divided else load(file, process.device)
+        batches, own_batches = open_validation(recipe, data_dir, images, description.num_classes, process)
+        several_load = file.is_dir() and process.world_size > 1
+        model = load_sharded(file, process.device) if several_load else load(file, process.device)
         prepare = Preparation(description.mean, description.std, process.device)
         dtype = amp_dtype(recipe.amp, process.device)
         try:
-            metrics, failures = evaluate(model, batches, prepare, process.device, dtype, sharded)
+            metrics, failures = evaluate(model, batches, prepare, process.device, dtype, own_batches)
         except (torch.OutOfMemoryError, MemoryError):
             raise ValueError(
                 f"{process.device} ran out of memory with batches of this size: give a smaller --batch-size"

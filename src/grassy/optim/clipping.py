@@ -56,11 +56,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, error_if_nonfinite: bool 
         raise RuntimeError("a gradient holds a NaN or an Inf, so the norm cannot be clipped")
     parts = [_norms_of_all(params, subspaces, groups) for groups, params in together.items()]
     total = _norm(torch.cat([part.to(parts[0]) for part in parts]))
-    plain = [p for p in with_grad if not shards.is_distributed(p) and p.grad is not None]
+    plain = [p for p in with_grad if not shards.is_dtensor(p) and p.grad is not None]
     torch.nn.utils.clip_grads_with_norm_(plain, max_norm, total)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for p in with_grad:
-        if shards.is_distributed(p) or p.grad is None:
+        if shards.is_dtensor(p) or p.grad is None:
             _, grad = _here(p)
             grad.mul_(factor.to(grad.device))
     return total

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from grassy.optim.riemannian_sgd import LR_FACTOR, RiemannianSGD, refuse_spectral_steps
-from grassy.shards import is_distributed
+from grassy.shards import is_dtensor
 from grassy.spelling import nearest
 from grassy.subspaces import has_adapters, named_subspaces
 from grassy.torchvision_import import import_torchvision
@@ -386,7 +386,7 @@ def _euclidean_groups(
         if p.requires_grad and id(p) not in subspaces:
             decays = decay_all or (p.ndim > 1 and name.split(".")[-1] != "bias" and name not in undecayed)
             # The _foreach functions of torch cannot mix plain tensors and DTensors in a group.
-            kind = (scales.get(id(p), 1.0), weight_decay if decays else 0.0, is_distributed(p))
+            kind = (scales.get(id(p), 1.0), weight_decay if decays else 0.0, is_dtensor(p))
             groups.setdefault(kind, []).append(p)
     return [
         {"params": params, "lr": lr * scale, "weight_decay": decay}

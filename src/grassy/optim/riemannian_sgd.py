@@ -245,7 +245,7 @@ def _check_subspaces(p: Tensor) -> None:
         raise ValueError(f"RiemannianSGD takes subspaces of shape (C, K, N), got a parameter of shape {tuple(p.shape)}")
     if p.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"subspaces are trained in float32 or float64, got {p.dtype}: use autocast on float32 weights")
-    if shards.is_distributed(p) and not shards.is_sharded(p) and shards.groups_of(p):
+    if shards.is_dtensor(p) and not shards.is_sharded(p) and shards.groups_of(p):
         raise ValueError("subspaces must be sharded by class, Shard(0), got placements " + str(p.placements))  # type: ignore[attr-defined]
     w = shards.local(p.detach())
     if w.is_meta:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grassy._version import __version__
 from grassy.data.stream_loader import StreamLoader
-from grassy.distributed import processes as distributed
+from grassy.distributed import processes
 from grassy.distributed.saves import read_plain
 from grassy.distributed.state import load_state, save_state
 from grassy.inference.evaluate import Metrics
@@ -23,8 +23,8 @@ from grassy.recipes.changes import with_changes
 from grassy.runs.folder import RunFolder, check_same_run
 from grassy.runs.state import SAVES, read_torch
 from grassy.runs.weights import BEST_SAVES, PREPARATION, Description, description_text
-from grassy.train.dividing import is_divided, may_grow_divided
 from grassy.train.run import Run
+from grassy.train.sharding import has_sharded_weights, saves_shards
 from grassy.train.trouble import is_of_another_process, stop_if_not_finite
 
 #: Columns that a description stores outside its metrics.
@@ -54,7 +54,7 @@ class Checkpoints:
     run: Run
     folder: RunFolder
     restored_from: Path | None = None  # a folder
-    restored_divided: bool = False
+    restored_sharded: bool = False
     best: tuple[dict[str, Tensor], Description] | None = None  # weights not yet written
     saved_at: float = 0.0
 
@@ -66,30 +66,30 @@ class Checkpoints:
         return self.run.process.is_main and time.monotonic() - self.saved_at >= self.run.recipe.checkpoint_interval
 
     @property
-    def divided(self) -> bool:
+    def sharded(self) -> bool:
         """Whether each process saves its own shard of the weights. A run never changes this."""
         if self.restored_from is not None:
-            return self.restored_divided
-        return is_divided(self.run.trained.model) or self._may_grow_divided
+            return self.restored_sharded
+        return has_sharded_weights(self.run.trained.model) or self._saves_shards
 
     @functools.cached_property
-    def _may_grow_divided(self) -> bool:
-        return may_grow_divided(self.run.recipe, self.run.data.num_classes)
+    def _saves_shards(self) -> bool:
+        return saves_shards(self.run.recipe, self.run.data.num_classes)
 
     def save(self) -> None:
         """Write the last weights, new best weights if there are any, and the state to resume from."""
         stop_if_not_finite(self.run)  # checkpoints hold finite weights only
-        if self.divided:
-            self._save_divided()
+        if self.sharded:
+            self._save_sharded()
             self.saved_at = time.monotonic()
             return
-        ranks = distributed.gathered([self._own_state()])
-        with distributed.averaged_buffers(*self.run.trained.copies):
+        ranks = processes.gathered([self._own_state()])
+        with processes.averaged_buffers(*self.run.trained.copies):
             if self.run.process.is_main:
                 last = self.run.trained.evaluated.state_dict(), self.description()
                 self.folder.save(self.best, last, self.state_dict(ranks))
                 self.best = None
-        distributed.wait_for_all()
+        processes.wait_for_all()
         self.saved_at = time.monotonic()
 
     def keep_if_best(self, metrics: Metrics) -> None:
@@ -97,7 +97,7 @@ class Checkpoints:
         position = self.run.position
         if (metrics.top1, -metrics.loss) > (position.best, -position.best_loss):
             position.best, position.best_loss = metrics.top1, metrics.loss
-            if self.divided:
+            if self.sharded:
                 with self._first_save():
                     place, plain = self.folder.path / BEST_SAVES, {"description": description_text(self.description())}
                     save_state(place, self.run.trained.evaluated, plain=plain)
@@ -107,18 +107,18 @@ class Checkpoints:
 
     def _own_state(self) -> dict[str, Any]:
         """The state that differs between processes: the sum and number of losses, and batch statistics."""
-        buffers = [distributed.floating_buffers(model) for model in self.run.trained.copies]
+        buffers = [processes.floating_buffers(model) for model in self.run.trained.copies]
         return {
             "losses": self.run.step.losses.cpu(),
             "buffers": [{name: buffer.cpu() for name, buffer in each.items()} for each in buffers],
         }
 
-    def _save_divided(self) -> None:
+    def _save_sharded(self) -> None:
         """The same, by all processes. State that differs between them is stored as one row per process."""
         trained, own = self.run.trained, self._own_tensors()
         own = {name: tensor.clone() for name, tensor in own.items()}
-        losses = distributed.summed(self.run.step.losses.clone()) / self.run.process.world_size
-        with distributed.averaged_buffers(*trained.copies), self._first_save():
+        losses = processes.summed(self.run.step.losses.clone()) / self.run.process.world_size
+        with processes.averaged_buffers(*trained.copies), self._first_save():
             plain = {
                 **self._plain_state(),
                 "losses": losses.tolist(),
@@ -134,7 +134,7 @@ class Checkpoints:
         buffers = {
             f"{number}.{name}": buffer
             for number, model in models.items()
-            for name, buffer in distributed.floating_buffers(model).items()
+            for name, buffer in processes.floating_buffers(model).items()
         }
         return {"losses": self.run.step.losses, **buffers}
 
@@ -172,23 +172,23 @@ class Checkpoints:
 
         Returns the run, with the recipe that it continues with.
         """
-        divided = path.is_dir()
-        if is_divided(self.run.trained.model) and not divided:
+        sharded = path.is_dir()
+        if has_sharded_weights(self.run.trained.model) and not sharded:
             raise ValueError(
                 f"{path} is of a run in which every process had all weights: go on with shard_head=false fsdp=false"
             )
-        saved = distributed.everywhere(lambda: self._read_and_check(path, divided))
-        if divided:
-            self._restore_divided(path)
+        saved = processes.everywhere(lambda: self._read_and_check(path, sharded))
+        if sharded:
+            self._restore_sharded(path)
         else:
-            distributed.everywhere(lambda: self._restore_whole(saved, path))
+            processes.everywhere(lambda: self._restore_whole(saved, path))
         self.run.step.number.fill_(self.run.position.done)
-        self.restored_from, self.restored_divided = run_of(path), divided
+        self.restored_from, self.restored_sharded = run_of(path), sharded
         return self.run
 
-    def _read_and_check(self, path: Path, divided: bool) -> dict[str, Any]:
-        """What a state says, in a divided one without tensors; a ValueError if it is of another run."""
-        saved = read_plain(path) if divided else read_torch(path)
+    def _read_and_check(self, path: Path, sharded: bool) -> dict[str, Any]:
+        """What a state says, in a sharded one without tensors; a ValueError if it is of another run."""
+        saved = read_plain(path) if sharded else read_torch(path)
         if self.run.trained.average is not None and self.run.recipe.model_ema_warmup:
             self.run = self._averaged_as_before(saved.get("recipe", {}))
         run, head = self.run, self.run.trained.head
@@ -216,7 +216,7 @@ class Checkpoints:
                 own = ranks[run.process.rank]
                 run.step.losses.copy_(own["losses"])
                 for model, buffers in zip(trained.copies, own["buffers"], strict=True):
-                    for name, buffer in distributed.floating_buffers(model).items():
+                    for name, buffer in processes.floating_buffers(model).items():
                         buffer.copy_(buffers[name])
 
     def _averaged_as_before(self, before: dict[str, Any]) -> Run:
@@ -238,7 +238,7 @@ class Checkpoints:
                 "which it held out, is gone: give the files their names back, or begin another --output"
             )
 
-    def _restore_divided(self, path: Path) -> None:
+    def _restore_sharded(self, path: Path) -> None:
         run, trained, own = self.run, self.run.trained, self._own_tensors()
         with _fitting(path):
             saved = load_state(path, trained.model, trained.optimizer, average=trained.average, own=own)

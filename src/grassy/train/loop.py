@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grassy.data.batch_transforms import Preparation
 from grassy.data.loader import Failure
-from grassy.distributed import processes as distributed
+from grassy.distributed import processes
 from grassy.inference.evaluate import Metrics, evaluate
 from grassy.recipes.recipe import Recipe
 from grassy.train.checkpoints import Checkpoints
@@ -36,7 +36,7 @@ def train(
     resume: str = "",
     device: str = "auto",
     quiet: bool = False,
-    timeout: float = distributed.TIMEOUT,
+    timeout: float = processes.TIMEOUT,
 ) -> Position:
     """Train a recipe on the images in `data_dir`, and write checkpoints and records to the folder `output`.
 
@@ -46,7 +46,7 @@ def train(
     On Ctrl-C or SIGTERM it finishes the update, saves and returns; `stopped_by` is then the signal's number.
     """
     with (
-        distributed.joined(device, timeout) as process,
+        processes.joined(device, timeout) as process,
         trouble_explained(recipe, process, output),
         opened_run(recipe, data_dir, output, resume, process, quiet) as (run, steps, checkpoints, reporter),
     ):
@@ -107,7 +107,7 @@ def look(run: Run, checkpoints: Checkpoints, reporter: Reporter, told: Callable[
     if not agreed:
         return 0, 0
     late = run.recipe.checkpoint_interval > 0 and checkpoints.is_due()
-    return distributed.anywhere(told(), device), distributed.anywhere(late, device)
+    return processes.anywhere(told(), device), processes.anywhere(late, device)
 
 
 def finish_epoch(run: Run, checkpoints: Checkpoints, reporter: Reporter, begin: float) -> None:
@@ -115,9 +115,9 @@ def finish_epoch(run: Run, checkpoints: Checkpoints, reporter: Reporter, begin: 
     recipe, step, position = run.recipe, run.step, run.position
     stop_if_not_finite(run)  # waits for the device, so the measured time is correct
     position.seconds = time.monotonic() - begin
-    step.losses.copy_(distributed.summed(step.losses))
+    step.losses.copy_(processes.summed(step.losses))
     reporter.report()
-    with reporter.progress.pause(), distributed.averaged_buffers(run.trained.evaluated):
+    with reporter.progress.pause(), processes.averaged_buffers(run.trained.evaluated):
         last = position.epoch + 1 == recipe.epochs
         metrics = None
         if last or (position.epoch + 1) % recipe.val_interval == 0:
@@ -134,7 +134,7 @@ def finish_epoch(run: Run, checkpoints: Checkpoints, reporter: Reporter, begin: 
             reporter.say(message)
     position.next_epoch()
     step.losses.zero_()
-    if not last and distributed.anywhere(checkpoints.is_due(), run.process.device):
+    if not last and processes.anywhere(checkpoints.is_due(), run.process.device):
         with reporter.progress.pause():
             checkpoints.save()
 
@@ -148,4 +148,4 @@ def validate(run: Run) -> tuple[Metrics, list[Failure]]:
     recipe, data, device, model = run.recipe, run.data, run.process.device, run.trained.evaluated
     prepare = Preparation(recipe.mean, recipe.std, device, recipe.channels_last)
     metrics, failures = evaluate(model, data.validation, prepare, device, run.step.amp_dtype, data.own_batches)
-    return distributed.gathered([metrics])[0], failures
+    return processes.gathered([metrics])[0], failures

@@ -12,7 +12,7 @@ from torch import nn
 from grassy.data.batch_transforms import Preparation, build_erasing, build_mixing
 from grassy.data.device_loader import ResidentLoader
 from grassy.data.run_data import Data, open_data
-from grassy.distributed import processes as distributed
+from grassy.distributed import processes
 from grassy.distributed.processes import Process, everywhere
 from grassy.heads import RECOMMENDED, GrassmannHead, heads_of, recommended_options
 from grassy.models import without_pretrained
@@ -22,13 +22,13 @@ from grassy.recipes.recipe import Recipe
 from grassy.runs import records
 from grassy.runs.folder import RunFolder
 from grassy.train.checkpoints import Checkpoints, run_of
-from grassy.train.dividing import Division, division_of
 from grassy.train.model import build_model
 from grassy.train.objective import FUSED, build_criterion, build_optimizer, compiles
 from grassy.train.progress import Progress
 from grassy.train.reporter import Reporter
 from grassy.train.run import Position, Run, Trained
 from grassy.train.schedule import Schedule
+from grassy.train.sharding import Sharding, sharding_of
 from grassy.train.training_step import (
     CapturedSteps,
     EagerSteps,
@@ -56,7 +56,7 @@ def opened_run(
     folder = RunFolder(output)
     resumed_from = everywhere(lambda: folder.find_state(resume))
     # Processes on machines without a shared disk could find different states to resume from.
-    if len(found := dict.fromkeys(distributed.gathered([resumed_from]))) > 1:
+    if len(found := dict.fromkeys(processes.gathered([resumed_from]))) > 1:
         first, other, *_ = (f"{path}" if path is not None else "none" for path in found)
         raise ValueError(
             f"the processes found different checkpoints, {first} and {other}: "
@@ -73,15 +73,15 @@ def opened_run(
     seed_everything(recipe.seed)  # the same initial weights in every process
     # A resumed run has its weights already; those it started from may no longer be available.
     beginning = recipe if resumed_from is None else without_first_weights(recipe)
-    division = division_of(recipe, data.num_classes, process, resumed_from)
-    trained = build_trained(beginning, data, process, captured, division)
-    step = build_step(recipe, trained, data, process, division)
+    sharding = sharding_of(recipe, data.num_classes, process, resumed_from)
+    trained = build_trained(beginning, data, process, captured, sharding)
+    step = build_step(recipe, trained, data, process, sharding)
     position = Position(data.train.updates)
     run = Run(recipe, output, process, data, trained, step, position)
     checkpoints = Checkpoints(run, folder)
     if resumed_from is not None:
         run = checkpoints.restore(resumed_from)
-    if len(set(distributed.gathered([position.done]))) > 1:  # equal paths on different disks
+    if len(set(processes.gathered([position.done]))) > 1:  # equal paths on different disks
         raise ValueError("the processes found different checkpoints: --output must be one folder for all machines")
     steps: Steps = EagerSteps(step, data.train, recipe.seed, process.rank)
     if captured and isinstance(data.train, ResidentLoader):
@@ -105,18 +105,18 @@ def opened_run(
         yield run, steps, checkpoints, Reporter(run, progress, curves)
 
 
-def build_trained(recipe: Recipe, data: Data, process: Process, captured: bool, division: Division) -> Trained:
+def build_trained(recipe: Recipe, data: Data, process: Process, captured: bool, sharding: Sharding) -> Trained:
     """The model of a recipe with its initial weights, and its optimizer, schedule and average."""
     # FSDP2 supports only contiguous weights.
-    channels_last = recipe.channels_last and not division.backbone
+    channels_last = recipe.channels_last and not sharding.backbone
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    model = build_model(recipe, data.num_classes, data.notes.append, division.of_head)
+    model = build_model(recipe, data.num_classes, data.notes.append, sharding.of_head)
     model = model.to(process.device, memory_format=memory_format)  # type: ignore[call-overload]
     if recipe.sync_bn and process.world_size > 1:
         if process.device.type != "cuda":
             raise ValueError("sync_bn=true needs GPUs: torch's SyncBatchNorm does not run on a CPU")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    division.divide_backbone(model)
+    sharding.shard_backbone(model)
     optimizer = build_optimizer(recipe, model, process.device, captured)
     average = None
     if recipe.model_ema:
@@ -148,11 +148,11 @@ def mixes_in_pairs(recipe: Recipe, model: torch.nn.Module) -> bool:
     return recipe.mixes and recipe.loss == "cross-entropy" and takes_pairs
 
 
-def build_step(recipe: Recipe, trained: Trained, data: Data, process: Process, division: Division) -> TrainingStep:
+def build_step(recipe: Recipe, trained: Trained, data: Data, process: Process, sharding: Sharding) -> TrainingStep:
     """The object that makes one update of the weights."""
     device = process.device
     model: Any = torch.compile(trained.model) if compiles(recipe, device) else trained.model
-    model = division.wrapped(model)
+    model = sharding.wrapped(model)
     mixes_labels = mixes_in_pairs(recipe, trained.model)
     erase, mix = build_erasing(recipe, device), build_mixing(recipe, data.num_classes, mixes_labels)
     return TrainingStep(

@@ -7,18 +7,17 @@ from typing import Any
 import torch
 
 from grassy.data.loader import Failure
-from grassy.distributed import is_sharded
-from grassy.distributed import processes as distributed
+from grassy.distributed import is_sharded, processes
 from grassy.heads import GrassmannHead, heads_of
 from grassy.inference.evaluate import Metrics
 from grassy.optim.joint import GRASSMANN, MANIFOLD
 from grassy.runs import records
 from grassy.train import diagnostics
 from grassy.train.advice import what_is_off
-from grassy.train.dividing import is_divided
 from grassy.train.input_wait import InputWait, advice
 from grassy.train.progress import Progress
 from grassy.train.run import Run
+from grassy.train.sharding import has_sharded_weights
 
 
 @dataclass
@@ -105,7 +104,7 @@ class Reporter:
     def tell_of_unreadable(self) -> None:
         """Name each unreadable image once, and count them all. All processes must call it."""
         unreadable = self.run.position.unreadable
-        for failure in distributed.gathered(self.failures):
+        for failure in processes.gathered(self.failures):
             if failure.name not in unreadable:
                 unreadable[failure.name] = failure.reason
                 self.say(f"cannot read {failure.name}: {failure.reason} ({len(unreadable)} skipped so far)")
@@ -116,7 +115,7 @@ class Reporter:
         counts = self.run.trained.optimizer.capped_classes, self.run.trained.optimizer.skipped_classes
         if not is_sharded(self.run.trained.model):
             return counts
-        capped, skipped = zip(*distributed.gathered([counts]), strict=True)
+        capped, skipped = zip(*processes.gathered([counts]), strict=True)
         return sum(capped), sum(skipped)
 
     def _row(self, metrics: Metrics | None) -> dict[str, Any]:
@@ -139,7 +138,7 @@ class Reporter:
         model, optimizer, recipe = self.run.trained.model, self.run.trained.optimizer, self.run.recipe
         scalars = {name: row[name] for name in row if name != "epoch" and row[name] is not None}
         scalars |= diagnostics.after_an_update(model, optimizer)
-        if len(self.run.position.rows) == min(2, recipe.epochs) and not is_divided(
+        if len(self.run.position.rows) == min(2, recipe.epochs) and not has_sharded_weights(
             model
         ):  # the first epoch may include compilation
             size = self.run.data.batch_size // self.run.process.world_size

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from grassy.data.batch_transforms import Preparation
 from grassy.data.device_loader import ResidentLoader
 from grassy.data.loader import Batch, Failure, seed_of
-from grassy.distributed import GradScaler
-from grassy.distributed import processes as distributed
+from grassy.distributed import GradScaler, processes
 from grassy.heads import heads_of
 from grassy.loss import classification_loss
 from grassy.optim import clip_grad_norm_
-from grassy.shards import is_distributed, local
+from grassy.shards import is_dtensor, local
 
 #: Steps to run before capture, in which kernels are compiled and buffers created.
 EAGER_STEPS = 3
@@ -46,9 +45,9 @@ class TrainingStep:
     ) -> None:
         self.model, self.optimizer, self.criterion, self.prepare = model, optimizer, criterion, prepare
         self.device, self.amp_dtype, self.clip_grad, self.skip_nonfinite = device, amp_dtype, clip_grad, skip_nonfinite
-        divided = any(map(is_distributed, model.parameters()))
+        sharded = any(map(is_dtensor, model.parameters()))
         sampled = any(getattr(head, "sample", 1.0) < 1 for head in heads_of(model))
-        kind = GradScaler if divided or sampled else torch.amp.GradScaler
+        kind = GradScaler if sharded or sampled else torch.amp.GradScaler
         self.scaler = kind(device.type, enabled=amp_dtype is torch.float16)
         self.losses = torch.zeros(2, device=device)  # sum and number of losses since the epoch began
         self.number = torch.zeros((), dtype=torch.int64, device=device)
@@ -92,7 +91,7 @@ class TrainingStep:
         if not self.scaler.is_enabled():
             gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
             bad = bad | ~torch.nn.utils.get_total_norm(gradients).isfinite()
-        return bool(distributed.anywhere(bool(bad), self.device))
+        return bool(processes.anywhere(bool(bad), self.device))
 
     def _note(self, loss: Tensor) -> None:
         new = (self.first_bad < 0) & ~loss.isfinite()

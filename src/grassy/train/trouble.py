@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from grassy.atomic import write_atomically
-from grassy.distributed import processes as distributed
+from grassy.distributed import processes
 from grassy.distributed.processes import Process
 from grassy.recipes.recipe import Recipe
 from grassy.runs.state import state_in
@@ -42,7 +42,7 @@ def trouble_explained(recipe: Recipe, process: Process, output: Path) -> Iterato
                 f"need less; {last_good(output)}"
             ) from error
         if is_of_another_process(error):
-            raise TrainingStopped(f"{distributed.missing_processes()}; {last_good(output)} ({reason})") from error
+            raise TrainingStopped(f"{processes.missing_processes()}; {last_good(output)} ({reason})") from error
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
             raise
         size = max(1, recipe.batch_size // process.world_size // recipe.grad_accum_steps)
@@ -73,7 +73,7 @@ def _came_from_a_pipe(error: BaseException) -> bool:
 
 def stop_if_not_finite(run: Run) -> None:
     """Raise TrainingStopped and name the images if the loss was not finite in some process. Waits for the device."""
-    number, skipped = int(distributed.largest(run.step.first_bad)), run.step.skipped_in_a_row
+    number, skipped = int(processes.largest(run.step.first_bad)), run.step.skipped_in_a_row
     if number < 0 and skipped < MAX_SKIPPED:
         return
     epoch, update = divmod(number if number >= 0 else run.position.done - 1, run.position.updates_per_epoch)

@@ -1,4 +1,4 @@
-"""Runs whose head, or whole model, is divided over processes: stopped, resumed on other numbers of them, and opened."""
+"""Runs whose head, or whole model, is sharded over processes: stopped, resumed on other numbers of them, and opened."""
 
 import json
 import math
@@ -21,9 +21,9 @@ from grassy.recipes.files import load_recipe
 from grassy.recipes.recipe import Recipe
 from grassy.runs.state import SAVES
 from grassy.runs.weights import BEST_SAVES, LAST
-from grassy.train import dividing, loop
-from grassy.train.dividing import is_divided
+from grassy.train import loop, sharding
 from grassy.train.loop import train
+from grassy.train.sharding import has_sharded_weights
 from ranks import on_ranks
 from training_cases import tiny_arrays, tiny_folders, tiny_recipe
 
@@ -42,7 +42,7 @@ def run_on(world, recipe, data, output, resume="", stop_after=0):
         loop.AGREE_EVERY, look = 1, loop.look
 
         def look_and_stop(run, *others):
-            assert is_divided(run.trained.model)
+            assert has_sharded_weights(run.trained.model)
             if rank == 0 and run.position.done == stop_after:
                 os.kill(os.getpid(), signal.SIGTERM)
             return look(run, *others)
@@ -85,7 +85,7 @@ def assert_same_state(one, other):
     ],
     ids=["batch statistics and average", "adamw and fsdp", "a sample of the classes, mixed"],
 )
-def test_a_divided_run_that_was_stopped_and_resumed_ends_as_if_it_never_was(tmp_path, changes):
+def test_a_sharded_run_that_was_stopped_and_resumed_ends_as_if_it_never_was(tmp_path, changes):
     recipe = tiny_recipe(**DIVIDED, **changes)
     data = tiny_arrays(tmp_path / "data", classes=CLASSES)
     assert run_on(2, recipe, data, tmp_path / "whole") == [None, None]
@@ -95,7 +95,7 @@ def test_a_divided_run_that_was_stopped_and_resumed_ends_as_if_it_never_was(tmp_
 
 
 @pytest.mark.slow
-def test_any_number_of_processes_goes_on_with_a_divided_run(tmp_path):
+def test_any_number_of_processes_goes_on_with_a_sharded_run(tmp_path):
     recipe = tiny_recipe(**DIVIDED, epochs=4, sched="constant", checkpoint_interval=0)
     data = tiny_arrays(tmp_path / "data", classes=CLASSES)
     assert run_on(2, recipe, data, tmp_path / "whole") == [None] * 2
@@ -110,16 +110,16 @@ def test_any_number_of_processes_goes_on_with_a_divided_run(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def divided(tmp_path_factory):
+def sharded(tmp_path_factory):
     """A folder with data and the run of two processes."""
-    folder = tmp_path_factory.mktemp("divided")
+    folder = tmp_path_factory.mktemp("sharded")
     recipe, data = tiny_recipe(**DIVIDED, epochs=1), tiny_arrays(folder / "data", classes=CLASSES)
     assert run_on(2, recipe, data, folder / "run") == [None] * 2
     return folder
 
 
-def test_a_divided_checkpoint_is_opened_by_load_and_by_all_commands(divided, tmp_path, capsys):
-    run, data = divided / "run", divided / "data"
+def test_a_sharded_checkpoint_is_opened_by_load_and_by_all_commands(sharded, tmp_path, capsys):
+    run, data = sharded / "run", sharded / "data"
     (row,) = read_plain(run / SAVES)["progress"]["rows"]
     for place in (run, run / BEST_SAVES, newest(run / SAVES)):
         metrics = validate(place, data, device="cpu")
@@ -135,30 +135,30 @@ def test_a_divided_checkpoint_is_opened_by_load_and_by_all_commands(divided, tmp
     assert "class" in capsys.readouterr().out
 
 
-def test_other_processes_validate_it_together_with_as_many_images_as_they_like(divided, tmp_path):
+def test_other_processes_validate_it_together_with_as_many_images_as_they_like(sharded, tmp_path):
     def work(rank):
         os.environ.update(RANK=str(rank), WORLD_SIZE="3")
         validate_module.load = None  # no process has all of the head
-        metrics = validate(divided / "run", divided / "data", batch_size=3, device="cpu")
+        metrics = validate(sharded / "run", sharded / "data", batch_size=3, device="cpu")
         return None if metrics is None else metrics.to_dict()
 
     first, *others = on_ranks(3, tmp_path, work)
-    alone = validate(divided / "run", divided / "data", device="cpu").to_dict()
+    alone = validate(sharded / "run", sharded / "data", device="cpu").to_dict()
     for name in ("loss", "top1", "top5", "images"):  # effective ranks nobody has, without the whole weight
         assert first[name] == pytest.approx(alone[name])
     assert others == [None, None]
 
 
-def test_a_run_of_whole_weights_is_not_gone_on_with_divided_ones_nor_the_other_way_by_accident(divided, tmp_path):
+def test_a_run_of_whole_weights_is_not_gone_on_with_sharded_ones_nor_the_other_way_by_accident(sharded, tmp_path):
     recipe = tiny_recipe(epochs=1, crop="none", hflip=0.0)
-    train(recipe, divided / "data", tmp_path / "run", quiet=True)
+    train(recipe, sharded / "data", tmp_path / "run", quiet=True)
 
     def work(rank):
         os.environ.update(RANK=str(rank), WORLD_SIZE="2")
         with pytest.raises(ValueError, match="every process had all weights: go on with shard_head=false fsdp=false"):
             train(
                 with_changes(recipe, {"epochs": 2, "shard_head": True}),
-                divided / "data",
+                sharded / "data",
                 tmp_path / "run",
                 "auto",
                 "cpu",
@@ -166,20 +166,20 @@ def test_a_run_of_whole_weights_is_not_gone_on_with_divided_ones_nor_the_other_w
 
     on_ranks(2, tmp_path, work)
     with pytest.raises(ValueError, match="holds a run already: --resume auto resumes it"):
-        train(recipe, divided / "data", divided / "run", quiet=True)
+        train(recipe, sharded / "data", sharded / "run", quiet=True)
     with pytest.raises(ValueError, match="belongs to a run with batch_size=8, not 4"):
-        train(with_changes(recipe, {"batch_size": 4}), divided / "data", divided / "run", "auto", quiet=True)
+        train(with_changes(recipe, {"batch_size": 4}), sharded / "data", sharded / "run", "auto", quiet=True)
     assert (tmp_path / "run" / LAST).exists()  # of weights that all processes have, one file, as ever
 
 
-def test_heads_over_256_megabytes_are_divided_unless_the_recipe_says(monkeypatch):
+def test_heads_over_256_megabytes_are_sharded_unless_the_recipe_says(monkeypatch):
     recipe = Recipe(model="resnet18", head={"name": "grassmann", "k": 4})
     classes = math.ceil(256e6 / (4 * 512 * 4))
-    assert dividing._is_large(recipe, classes + 1)
-    assert not dividing._is_large(recipe, classes - 1)
-    assert not dividing._is_large(recipe, 10)
-    assert dividing._is_large(with_changes(recipe, {"mixup": 0.2}), classes + 1)
-    assert not dividing._is_large(with_changes(recipe, {"head": {"name": "multi", "layers": 4}}), 10**6)
+    assert sharding._is_large(recipe, classes + 1)
+    assert not sharding._is_large(recipe, classes - 1)
+    assert not sharding._is_large(recipe, 10)
+    assert sharding._is_large(with_changes(recipe, {"mixup": 0.2}), classes + 1)
+    assert not sharding._is_large(with_changes(recipe, {"head": {"name": "multi", "layers": 4}}), 10**6)
     assert Recipe(shard_head=False).shard_head == "false"
     with pytest.raises(ValueError, match="shard_head must be one of auto, true, false, got 'ture'"):
         Recipe(shard_head="ture")
@@ -208,9 +208,9 @@ def test_the_recipe_for_faces_trains_on_folders_and_on_tars_in_several_processes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("division", [{"shard_head": True}, {"fsdp": True}], ids=["sharded head", "fsdp"])
-def test_a_run_that_starts_on_one_process_grows_to_several_that_divide_it(tmp_path, division):
-    recipe = tiny_recipe(crop="none", hflip=0.0, sched="constant", epochs=3, checkpoint_interval=0, **division)
+@pytest.mark.parametrize("sharding", [{"shard_head": True}, {"fsdp": True}], ids=["sharded head", "fsdp"])
+def test_a_run_that_starts_on_one_process_grows_to_several_that_shard_it(tmp_path, sharding):
+    recipe = tiny_recipe(crop="none", hflip=0.0, sched="constant", epochs=3, checkpoint_interval=0, **sharding)
     data = tiny_arrays(tmp_path / "data", classes=CLASSES)
     train(with_changes(recipe, {"epochs": 1}), data, tmp_path / "run", device="cpu", quiet=True)
     assert run_on(2, with_changes(recipe, {"epochs": 2}), data, tmp_path / "run", "auto") == [None] * 2
@@ -222,7 +222,7 @@ def test_a_run_that_starts_on_one_process_grows_to_several_that_divide_it(tmp_pa
 
 
 def test_a_large_head_under_torchrun_is_saved_so_that_more_processes_can_divide_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(dividing, "MUCH", 0)
+    monkeypatch.setattr(sharding, "MUCH", 0)
     recipe, data = tiny_recipe(epochs=1), tiny_arrays(tmp_path / "data", classes=CLASSES)
 
     def alone(rank):

@@ -18,7 +18,7 @@ from grassy.heads import RECOMMENDED, RECOMMENDED_K, heads_of
 from grassy.heads.per_class import PerClassHead
 from grassy.models import create_model, without_pretrained
 from grassy.recipes.recipe import Recipe
-from grassy.shards import is_distributed
+from grassy.shards import is_dtensor
 
 #: Size of a head's weight in bytes from which its classes are sharded, unless the recipe decides.
 MUCH = 256e6
@@ -30,7 +30,7 @@ SENDS_BUFFERS = "forward_sync_buffers" if _NEW_NAME else "broadcast_buffers"
 
 
 @dataclass(frozen=True)
-class Division:
+class Sharding:
     """Whether head and backbone are sharded; without a mesh neither is."""
 
     mesh: DeviceMesh | None
@@ -52,43 +52,42 @@ class Division:
         # Each process keeps the batch statistics of its own images; validation and checkpoints use their mean.
         return wrap(model, self.mesh, **{SENDS_BUFFERS: False})
 
-    def divide_backbone(self, model: nn.Module) -> None:
+    def shard_backbone(self, model: nn.Module) -> None:
         """Shard everything but the head, in place. Create the optimizer afterwards."""
         if self.mesh is not None and self.backbone:
             wrap(model, self.mesh, fsdp=True)
 
 
-def division_of(recipe: Recipe, num_classes: int, process: Process, resumed_from: Path | None = None) -> Division:
+def sharding_of(recipe: Recipe, num_classes: int, process: Process, resumed_from: Path | None = None) -> Sharding:
     """The sharding that a recipe asks for, if there are several processes.
 
     resumed_from: a file holds unsharded weights, as one process saves them. A run resumed from it keeps its head whole
         unless the recipe sets shard_head=true.
     """
     if process.world_size == 1:
-        return Division(None, False, False, recipe.seed)
-    may_divide = resumed_from is None or resumed_from.is_dir()
-    head = _divides_head(recipe, num_classes, may_divide)
-    return Division(mesh(process.device.type), head, recipe.fsdp, recipe.seed)
+        return Sharding(None, False, False, recipe.seed)
+    may_shard = resumed_from is None or resumed_from.is_dir()
+    head = _shards_head(recipe, num_classes, may_shard)
+    return Sharding(mesh(process.device.type), head, recipe.fsdp, recipe.seed)
 
 
-def may_grow_divided(recipe: Recipe, num_classes: int) -> bool:
-    """Whether several processes would divide the model of a run that starts on one.
+def saves_shards(recipe: Recipe, num_classes: int) -> bool:
+    """Whether a run that starts on one process saves shards, since several processes would shard its model.
 
-    Such a run must save what they can divide. A head that is merely large counts only if other processes may come: they
-    do not without torchrun.
+    A head that is merely large counts only if other processes may come: they do not without torchrun.
     """
-    return recipe.fsdp or _divides_head(recipe, num_classes, dist.is_initialized())
+    return recipe.fsdp or _shards_head(recipe, num_classes, dist.is_initialized())
 
 
-def _divides_head(recipe: Recipe, num_classes: int, if_large: bool) -> bool:
+def _shards_head(recipe: Recipe, num_classes: int, if_large: bool) -> bool:
     if recipe.shard_head == "auto":
         return if_large and _is_large(recipe, num_classes)
     return recipe.shard_head == "true"
 
 
-def is_divided(model: nn.Module) -> bool:
+def has_sharded_weights(model: nn.Module) -> bool:
     """Whether a process holds only a shard of some weights."""
-    return any(is_distributed(p) for p in model.parameters())
+    return any(is_dtensor(p) for p in model.parameters())
 
 
 def _is_large(recipe: Recipe, num_classes: int) -> bool:

@@ -1,4 +1,4 @@
-"""A divided weight that one process finds wrong is refused by all of them, in the same words."""
+"""A sharded weight that one process finds wrong is refused by all of them, in the same words."""
 
 import pytest
 import torch
