@@ -1,6 +1,7 @@
 """In which order images come, those that stay on the device, and batches."""
 
 import io
+import itertools
 import json
 import tarfile
 
@@ -210,23 +211,23 @@ def test_normalisation_is_that_of_torchvision():
     torch.testing.assert_close(prepared, F.normalize(images / 255, mean, std))
 
 
-def make_shards(folder, replaced=None):
+def make_shards(folder, replaced=None, sizes=(24,), declared=24):
     """24 images of three classes a split; `replaced` maps (number, suffix) to other bytes."""
     rng = np.random.default_rng(0)
+    splits = {}
     for split in ("train", "validation"):
-        with tarfile.open(folder / f"{split}-0000.tar", "w") as tar:
-            for i in range(24):
-                file = io.BytesIO()
-                Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(file, "png")
-                for suffix, data in (("png", file.getvalue()), ("cls", str(i % 3).encode())):
-                    data = (replaced or {}).get((i, suffix), data)
-                    info = tarfile.TarInfo(f"{i:04}.{suffix}")
-                    info.size = len(data)
-                    tar.addfile(info, io.BytesIO(data))
-    splits = {
-        split: {"name": split, "num_samples": 24, "filenames": [f"{split}-0000.tar"], "shard_lengths": [24]}
-        for split in ("train", "validation")
-    }
+        numbers, files = iter(range(sum(sizes))), [f"{split}-{shard:04}.tar" for shard in range(len(sizes))]
+        for name, size in zip(files, sizes, strict=True):
+            with tarfile.open(folder / name, "w") as tar:
+                for i in itertools.islice(numbers, size):
+                    file = io.BytesIO()
+                    Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(file, "png")
+                    for suffix, data in (("png", file.getvalue()), ("cls", str(i % 3).encode())):
+                        data = (replaced or {}).get((i, suffix), data)
+                        info = tarfile.TarInfo(f"{i:04}.{suffix}")
+                        info.size = len(data)
+                        tar.addfile(info, io.BytesIO(data))
+        splits[split] = {"name": split, "num_samples": declared, "filenames": files, "shard_lengths": list(sizes)}
     (folder / "_info.json").write_text(json.dumps({"splits": splits}))
     return tiny_recipe(dataset="wds/shards", num_classes=3, batch_size=6, crop="none", hflip=0)
 
@@ -242,6 +243,40 @@ def test_webdataset_shards_are_read_through_timm(tmp_path):
     assert torch.equal(next(again.train.epoch(0, start=1))[0].images, first[1])
     labels = torch.cat([batch.labels for batch in data.validation])
     assert labels.bincount().tolist() == [8, 8, 8]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_of_a_stream_depends_on_nothing_before_it(tmp_path, workers):
+    pytest.importorskip("webdataset")
+    recipe = with_changes(make_shards(tmp_path, sizes=(12, 12)), {"workers": workers, "hflip": 0.5, "padding": 2})
+    recipe = with_changes(recipe, {"crop": "padded"})
+    whole = open_data(recipe, tmp_path, CPU).train
+    epochs = [[parts[0].images for parts in whole.epoch(epoch)] for epoch in range(2)]
+    assert not torch.equal(epochs[0][0], epochs[1][0])
+    torch.manual_seed(99)
+    resumed = [parts[0].images for parts in open_data(recipe, tmp_path, CPU).train.epoch(1, start=2)]
+    assert len(resumed) == 2
+    assert all(torch.equal(a, b) for a, b in zip(resumed, epochs[1][2:], strict=True))
+
+
+def test_more_workers_than_shards_lose_no_image(tmp_path):
+    pytest.importorskip("webdataset")
+    recipe = with_changes(make_shards(tmp_path), {"workers": 4})
+    seen = torch.cat([parts[0].images for parts in open_data(recipe, tmp_path, CPU).train.epoch(0)])
+    assert len(seen.flatten(1).unique(dim=0)) == 24
+    with pytest.raises(ValueError, match="wds/shards has too few shards for 2 processes: 1"):
+        open_data(recipe, tmp_path, Process(CPU.device, 0, 2))
+
+
+def test_several_processes_validate_each_image_of_a_stream_once(tmp_path):
+    pytest.importorskip("webdataset")
+    recipe = with_changes(make_shards(tmp_path, sizes=(17, 7)), {"workers": 0})
+    seen = []
+    for rank in range(2):
+        loader, _ = open_validation(recipe, tmp_path, None, 3, CPU)
+        loader._loader.dataset.reader.dist_rank, loader._loader.dataset.reader.dist_num_replicas = rank, 2
+        seen += [batch.images for batch in loader]
+    assert len(torch.cat(seen)) == len(torch.cat(seen).flatten(1).unique(dim=0)) == 24
 
 
 def test_a_stream_is_validated_in_batches_as_large_as_a_folder(tmp_path):
@@ -276,7 +311,7 @@ def test_a_stream_of_the_wrong_labels_or_of_nothing_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="an image has label 3, but the head has 3 classes"):
         list(open_data(recipe, tmp_path, CPU).train.epoch(0))
     make_shards(tmp_path, {(i, "png"): b"no image" for i in range(24)})
-    with pytest.raises(ValueError, match="not one batch of images could be read from the stream"):
+    with pytest.raises(ValueError, match="the stream ended after 0 of"):
         next(open_data(recipe, tmp_path, CPU).train.epoch(0))
     with pytest.raises(ValueError, match="3 in a batch is not an even number"):
         open_data(with_changes(recipe, {"mixup": 0.2, "grad_accum_steps": 2}), tmp_path, CPU)

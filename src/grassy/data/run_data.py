@@ -12,7 +12,7 @@ from grassy.data.held_out import set_to_split, split
 from grassy.data.images import ArrayImages, Images, check_labels, number_of_classes, open_images
 from grassy.data.loader import EpochBatches, Share, ValidationLoader, WorkerLoader
 from grassy.data.stream_loader import STREAMS, StreamLoader, StreamValidation
-from grassy.data.transforms import eval_transform, train_transform
+from grassy.data.transforms import Transform, eval_transform, train_transform
 from grassy.distributed.processes import Process
 from grassy.recipes.recipe import Recipe
 
@@ -115,19 +115,23 @@ def _validation_loader(
     recipe: Recipe, images: Images, num_classes: int, process: Process
 ) -> ValidationLoader | ResidentValidation:
     """All images of a set, with the recipe's preprocessing for testing."""
-    size = recipe.test_size or recipe.img_size
-    batch_size = _validation_batch_size(recipe)
+    size, batch_size = recipe.test_size or recipe.img_size, _validation_batch_size(recipe)
     if isinstance(images, ArrayImages) and images.images.shape[1:3] == (size, size) and recipe.crop_pct == 1:
         return ResidentValidation(images, batch_size, process.device)
-    transform = eval_transform(size, recipe.crop_pct, recipe.interpolation, recipe.crop_mode, recipe.mean)
     share = Share(process.rank, process.world_size)
+    transform = _validation_transform(recipe)
     return ValidationLoader(images, transform, batch_size, share, recipe.workers, process.device, num_classes)
 
 
 def _validation_stream(recipe: Recipe, data_dir: Path | None, num_classes: int, process: Process) -> StreamValidation:
+    share = Share(process.rank, process.world_size)
+    batch_size, transform = _validation_batch_size(recipe), _validation_transform(recipe)
+    return StreamValidation(recipe, data_dir, transform, batch_size, share, process.device, num_classes)
+
+
+def _validation_transform(recipe: Recipe) -> Transform:
     size = recipe.test_size or recipe.img_size
-    transform = eval_transform(size, recipe.crop_pct, recipe.interpolation, recipe.crop_mode, recipe.mean)
-    return StreamValidation(recipe, data_dir, transform, _validation_batch_size(recipe), process.device, num_classes)
+    return eval_transform(size, recipe.crop_pct, recipe.interpolation, recipe.crop_mode, recipe.mean)
 
 
 def _validation_batch_size(recipe: Recipe) -> int:

@@ -1,8 +1,8 @@
 """Datasets that are read in order, shard by shard (WebDataset and similar), through timm's iterable readers.
 
-The reader determines the order: equal seeds give equal orders for equal numbers of processes and workers. A run that
-is resumed within an epoch skips what it has seen; crops and flips are then drawn anew. So the number of workers is
-always the recipe's, however few CPU cores there are.
+Order, crops and flips of an epoch depend on seed, epoch, and the numbers of processes and workers. So the number of
+workers is always the recipe's, or that of the shards, however few CPU cores there are. A run that is resumed within an
+epoch reads what it has seen again, and skips it. TFDS seeds its own order, which is not tested here.
 
 Unreadable images of a WebDataset are skipped and reported with the next batch of their worker. timm's other readers
 stop at them.
@@ -10,6 +10,7 @@ stop at them.
 
 import io
 import itertools
+import multiprocessing
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,14 +18,27 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from grassy.data.decode import open_image, reason_for, to_rgb
-from grassy.data.loader import Batch, Failure, Share, checked, collate, on_device, worker_options
+from grassy.data.loader import (
+    Batch,
+    Failure,
+    Share,
+    checked,
+    collate,
+    on_device,
+    one_thread,
+    seed_of,
+    seeded,
+    worker_options,
+)
 from grassy.data.transforms import Transform
 from grassy.recipes.recipe import Recipe
 from grassy.torchvision_import import import_torchvision
 
-STREAMS = ("wds/", "hfids/", "tfds/")
+WEBDATASET = "wds/"
+STREAMS = (WEBDATASET, "hfids/", "tfds/")
 
 
 class StreamLoader:
@@ -35,25 +49,22 @@ class StreamLoader:
     ) -> None:
         self.parts, self.device, self.num_classes = recipe.grad_accum_steps, device, recipe.num_classes
         size = recipe.batch_size // share.world_size // self.parts
-        self.stream = _open(recipe, data_dir, recipe.train_split, True, size)
-        self.stream.transform = transform
-        images = int(self.stream.reader.num_samples)
+        self.images = _StreamImages(recipe, data_dir, recipe.train_split, True, size, transform, share)
+        images = int(self.images.reader.num_samples)
         self.updates = images // recipe.batch_size
         if not self.updates:
             raise ValueError(f"{recipe.dataset} has {images} images, fewer than batch_size {recipe.batch_size}")
-        self._loader = _loader(self.stream, size, recipe.workers, device)
+        self._loader = _loader(self.images, size, device)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[Batch]]:
         """The parts of each update of an epoch, from update `start` on."""
-        self.stream.set_epoch(epoch)
+        self.images.begin(epoch)
         read = itertools.islice(self._loader, self.updates * self.parts)
         batches = on_device(checked(read, self.num_classes), self.device)
         for update in range(self.updates):
             parts = list(itertools.islice(batches, self.parts))
             if len(parts) < self.parts:
-                if update == 0:
-                    raise ValueError("not one batch of images could be read from the stream: is this the right data?")
-                return  # the shards held fewer images than declared
+                raise ValueError(f"the stream ended after {update} of {self.updates} updates: is this the right data?")
             if update >= start:
                 yield parts
 
@@ -70,38 +81,71 @@ class StreamValidation:
         data_dir: Path | None,
         transform: Transform,
         batch_size: int,
+        share: Share,
         device: torch.device,
         num_classes: int,
     ) -> None:
-        self.stream = _open(recipe, data_dir, recipe.val_split, False, batch_size)
-        self.stream.transform = transform
+        images = _StreamImages(recipe, data_dir, recipe.val_split, False, batch_size, transform, share)
         self.device, self.num_classes = device, num_classes
-        self._loader = _loader(self.stream, batch_size, recipe.workers, device)
+        self._loader = _loader(images, batch_size, device)
 
     def __iter__(self) -> Iterator[Batch]:
         return on_device(checked(self._loader, self.num_classes), self.device)
 
 
-def _open(recipe: Recipe, data_dir: Path | None, split: str, training: bool, batch_size: int) -> Any:
-    import_torchvision()
-    from timm.data import create_dataset
+class _StreamImages(torch.utils.data.IterableDataset[tuple[Tensor, int]]):
+    """The transformed images of a stream in this process and worker."""
 
-    root = None if data_dir is None else str(data_dir)
-    try:
-        stream = create_dataset(
-            recipe.dataset, root=root, split=split, is_training=training, batch_size=batch_size, seed=recipe.seed
-        )
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"{recipe.dataset}: {error}") from None
-    stream.set_loader_cfg(num_workers=max(1, recipe.workers))
-    if recipe.dataset.startswith("wds/"):
-        stream.reader._lazy_init = partial(_start_webdataset, stream.reader)  # timm calls it in each worker
-    return stream
+    def __init__(
+        self,
+        recipe: Recipe,
+        data_dir: Path | None,
+        split: str,
+        training: bool,
+        batch_size: int,
+        transform: Transform,
+        share: Share,
+    ) -> None:
+        import_torchvision()
+        from timm.data import create_dataset
+
+        root = None if data_dir is None else str(data_dir)
+        try:
+            stream = create_dataset(
+                recipe.dataset, root=root, split=split, is_training=training, batch_size=batch_size, seed=recipe.seed
+            )
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"{recipe.dataset}: {error}") from None
+        self.is_webdataset = recipe.dataset.startswith(WEBDATASET)
+        self.stream, self.reader, self.transform, self.training = stream, stream.reader, transform, training
+        self.seed, self.rank, self.workers = recipe.seed, share.rank, recipe.workers
+        self._epoch = multiprocessing.Value("q", 0)  # workers live for several epochs
+        if self.is_webdataset:
+            shards = len(self.reader.split_info.filenames)
+            if training and shards < share.world_size:
+                raise ValueError(f"{recipe.dataset} has too few shards for {share.world_size} processes: {shards}")
+            self.workers = min(self.workers, max(1, shards // share.world_size))  # more would have none to read
+        stream.set_loader_cfg(num_workers=max(1, self.workers))
+
+    def begin(self, epoch: int) -> None:
+        self._epoch.value = epoch
+        self.stream.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        worker = torch.utils.data.get_worker_info()
+        own = (self.seed, self._epoch.value, self.rank, 0 if worker is None else worker.id)
+        images = _webdataset(self.reader, seed_of(*own), self.training) if self.is_webdataset else iter(self.reader)
+        for place, (image, label) in enumerate(images):
+            with seeded(seed_of(*own, place)), one_thread():
+                transformed = self.transform(image)
+            yield transformed, label
 
 
-def _loader(stream: Any, batch_size: int, workers: int, device: torch.device) -> Any:
-    options = {**worker_options(workers, device), "collate_fn": _collate}
-    return torch.utils.data.DataLoader(stream, batch_size=batch_size, **options)
+def _loader(images: _StreamImages, batch_size: int, device: torch.device) -> Any:
+    options = {**worker_options(images.workers, device), "collate_fn": _collate}
+    # The readers of timm take seeds from the worker, and the worker takes its seed from this generator.
+    generator = torch.Generator().manual_seed(seed_of(images.seed, images.rank))
+    return torch.utils.data.DataLoader(images, batch_size=batch_size, generator=generator, **options)
 
 
 def _collate(samples: list[tuple[Any, Any]]) -> Batch:
@@ -111,18 +155,25 @@ def _collate(samples: list[tuple[Any, Any]]) -> Batch:
     return batch
 
 
-# --------------------------------------------------------------------------------------------------- unreadable images
+# --------------------------------------------------------------------------------------------------------- WebDataset
 
 _unreadable: list[Failure] = []  # of this process, since its last batch
 
 
-def _start_webdataset(reader: Any) -> None:
-    """Start the reader as timm does, but wrap its image decoder, which would only log failures."""
+def _webdataset(reader: Any, seed: int, training: bool) -> Iterator[tuple[Any, Any]]:
+    """The images and labels of an epoch, from timm's reader with another shuffle and with our image decoder.
+
+    timm seeds the shuffle of a worker once, so that an epoch would depend on those before it, and its decoder would
+    only log failures. In validation with several processes it repeats images, so that all have equally many.
+    """
     reader.input_img_mode = ""  # the conversion to RGB is ours
-    type(reader)._lazy_init(reader)
+    reader._lazy_init()  # the first time it takes over the worker's seed
+    reader.worker_seed = seed
+    reader._lazy_init()
     for stage in reader.ds.pipeline:
         if isinstance(decode := (getattr(stage, "args", None) or (None,))[0], partial):
             stage.args = (partial(_decode, decode), *stage.args[1:])
+    return iter(reader) if training else ((each["image"], each["target"]) for each in reader.ds)
 
 
 def _decode(decode: partial[Any], sample: dict[str, Any]) -> dict[str, Any] | None:
