@@ -3,6 +3,7 @@
 import io
 import shutil
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from grassy.cli import main
 from grassy.data import decode
 from grassy.data import pack as packing
 from grassy.data.decode import Box, plain_file, read_pixels
-from grassy.data.held_out import split
+from grassy.data.held_out import recorded_keys, split
 from grassy.data.images import open_images
 from grassy.data.loader import Samples
 from grassy.data.pack import pack, reduced_size
@@ -168,7 +169,55 @@ def test_images_of_one_name_in_several_tars_of_a_set_are_all_kept(tmp_path):
     (part,) = pack(tmp_path / "tars", tmp_path / "packed")
     assert (part.images, part.classes) == (10, 1)
     with tarfile.open(part.path) as tar:
-        assert "cat/0-2.jpg.ppm" in tar.getnames()
+        assert {"cat/a:0.jpg.ppm", "cat/b:0.jpg.ppm"} <= set(tar.getnames())
+
+
+@pytest.mark.parametrize("kind", ["a tar per class", "a tar per part", "a tar of tars"])
+def test_tars_and_their_pack_hold_out_the_same_images_in_the_same_order(tmp_path, kind):
+    photos(tmp_path / "set", count=9)
+    photos(tmp_path / "other", count=6)
+    tars = tmp_path / "tars"
+    tars.mkdir()
+    for part, name in (("set", "cat"), ("set", "dog"), ("other", "cat"), ("other", "dog")):
+        if kind == "a tar per part":
+            with tarfile.open(tars / f"{part}.tar", "a") as tar:
+                tar.add(tmp_path / part / name, name)
+        elif part == "set":
+            with tarfile.open(tars / f"{name}.tar", "w") as tar:
+                tar.add(tmp_path / part / name, ".")
+    source = tars
+    if kind == "a tar of tars":
+        source = tmp_path / "all.tar"
+        with tarfile.open(source, "w") as tar:
+            tar.add(tars, ".")
+    pack(source, tmp_path / "packed")
+    (*files, held_out), (*packed, held_out_packed) = (
+        split(tiny_recipe(val_fraction=0.3), place) for place in (source, tmp_path / "packed" / "train.tar")
+    )
+    assert held_out == held_out_packed
+    assert [len(part) for part in files] == ([22, 8] if kind == "a tar per part" else [12, 6])
+    for one, other in zip(files, packed, strict=True):
+        assert np.array_equal(one.labels(), other.labels())
+        assert all(np.array_equal(one.load(index)[0], other.load(index)[0]) for index in range(len(one)))
+
+
+def test_a_run_of_an_earlier_version_finds_what_it_held_out_of_several_tars():
+    recorded = ["set.tar:cat/0.jpg", "cat.tar:1.jpg", "part.tar:dog/2.jpg", "dog/3.jpg"]
+    expected = {"cat/0.jpg", "cat/1.jpg", "dog/part:2.jpg", "dog/3.jpg"}
+    assert recorded_keys(recorded, Path("set.tar")) == expected
+
+
+@pytest.mark.parametrize("where", [0.3, 0.6])
+def test_a_tar_that_lost_a_header_is_refused(tmp_path, where):
+    photos(tmp_path / "set")
+    (part,) = pack(tmp_path / "set", tmp_path / "packed")
+    with tarfile.open(part.path) as tar:
+        member = tar.getmembers()[int(where * 10)]
+    with part.path.open("r+b") as file:
+        file.seek(member.offset)
+        file.write(bytes(2 * tarfile.BLOCKSIZE))
+    with pytest.raises(ValueError, match="is a damaged tar, or several in one: it goes on after its end at byte"):
+        open_images("", tmp_path / "packed", "train")
 
 
 def test_a_tar_and_its_pack_hold_out_the_same_images(tmp_path):

@@ -110,12 +110,10 @@ class FolderImages:
         place = self.places[index]
         if place.size is None:
             return Path(os.path.relpath(place.path, root)).as_posix()
-        path = PurePosixPath(self.names[index]).as_posix()
-        original = path.removesuffix(PACKED)
-        if original != path and os.path.splitext(original)[1].lower() in image_suffixes():
-            path = original
-        within = os.path.relpath(place.path, root)
-        return path if within == "." else f"{Path(within).as_posix()}:{path}"
+        path = PurePosixPath(self.names[index])
+        if path.suffix == PACKED and path.with_suffix("").suffix.lower() in image_suffixes():
+            path = path.with_suffix("")
+        return str(path) if root.is_file() else path_in_tars(Path(place.path).stem, path)
 
     def labels(self) -> np.ndarray:
         return np.asarray(self.targets, dtype=np.int64)
@@ -124,6 +122,12 @@ class FolderImages:
         """The images with these indices."""
         names, places = [self.names[index] for index in indices], [self.places[index] for index in indices]
         return FolderImages(names, places, [self.targets[index] for index in indices], self.class_names)
+
+
+def path_in_tars(stem: str, path: PurePosixPath) -> str:
+    """A path for an image in one of several tars, which may be classes or parts of the set: the class, and the rest."""
+    *rest, title, name = (stem, *path.parts)
+    return f"{title}/{':'.join([*rest, name])}"
 
 
 def open_files(root: Path, class_names: Sequence[str] | None = None, topmost: bool = False) -> FolderImages:
@@ -213,7 +217,9 @@ def _open_tars(
     root: Path, tars: Iterable[Path], class_names: Sequence[str] | None, topmost: bool = False
 ) -> FolderImages:
     """Images are read by offset, so that processes do not share the position of an open file."""
-    found: list[tuple[str, PurePosixPath, Place]] = []  # the path of an image in its tar, its folder, its place
+    found: list[
+        tuple[str, str, PurePosixPath, Place]
+    ] = []  # paths in the set and the tar, folder, place
     for tar in tars:
         folders: set[PurePosixPath] = set()
         with open_regular(tar) as file:
@@ -226,17 +232,19 @@ def _open_tars(
                 if len(whole.parts) == 1:
                     raise ValueError(f"{whole} of {root} lies in no class folder: move it into that of its class")
                 folders.add(whole.parent)
-                found.append((path[-1], whole.parent, Place(str(tar), offset, size)))
+                within = PurePosixPath(*path)
+                in_set = str(within) if tar == root else path_in_tars(tar.stem, within)
+                found.append((in_set, str(within), whole.parent, Place(str(tar), offset, size)))
         if class_names is None and not topmost:  # per tar, since several tars may be parts of one set
             _check_distinct(sorted(folders), tar)
     if not found:
         raise _no_images(root)
     found.sort(key=lambda image: natural_key(image[0]))
-    top = _topmost({folder for _, folder, _ in found}) if topmost else {}
-    names = [top.get(folder, folder.name) for _, folder, _ in found]
+    top = _topmost({folder for *_, folder, _ in found}) if topmost else {}
+    names = [top.get(folder, folder.name) for *_, folder, _ in found]
     numbers = _numbers({name: f"{name} of {root}" for name in names}, class_names)
     labels = [numbers[name] for name in names]
-    return FolderImages([path for path, _, _ in found], [place for *_, place in found], labels, list(numbers))
+    return FolderImages([path for _, path, *_ in found], [place for *_, place in found], labels, list(numbers))
 
 
 def _images_in(file: IO[bytes], size: int, tar: Path, within: int = 0) -> Iterator[tuple[tuple[str, ...], int, int]]:
@@ -277,6 +285,9 @@ def _images_in(file: IO[bytes], size: int, tar: Path, within: int = 0) -> Iterat
     file.seek(min(end, size))
     if file.read(BLOCK) != bytes(BLOCK):
         raise ValueError(f"{tar} is not a tar, or a damaged one: nothing marks its end at byte {end}")
+    while file.tell() < size and (rest := file.read(min(2**20, size - file.tell()))):  # zeros may be a damaged header
+        if rest.count(0) < len(rest):
+            raise ValueError(f"{tar} is a damaged tar, or several in one: it goes on after its end at byte {end}")
 
 
 def _first_block(file: IO[bytes]) -> bytes:

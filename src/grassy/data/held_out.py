@@ -6,11 +6,11 @@ order of files on disk, or on other classes.
 
 import hashlib
 from collections.abc import Collection, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from grassy.data.class_folders import FolderImages, open_files
+from grassy.data.class_folders import FolderImages, open_files, path_in_tars
 from grassy.data.images import ArrayImages, Images, arrays_from_file
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, advice, below_the_split, holds_images, split_place
 from grassy.recipes.recipe import Recipe
@@ -48,7 +48,8 @@ def open_set(place: Path, class_names: Sequence[str] | None = None) -> tuple[Fil
 
 def recorded_keys(recorded: Sequence[str], place: Path) -> set[str]:
     """The keys that a run recorded, as `open_set` gives them: earlier versions put the name of a tar before them."""
-    return {key.removeprefix(f"{place.name}:") for key in recorded}
+    keys = (key.removeprefix(f"{place.name}:").partition(".tar:") for key in recorded)
+    return {path_in_tars(start, PurePosixPath(rest)) if rest else start for start, _, rest in keys}
 
 
 def held_out(images: Files, keys: Sequence[str], fraction: float, seed: int) -> set[str]:

@@ -14,7 +14,7 @@ import tarfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 
@@ -140,15 +140,11 @@ def _write(root: Path, images: FolderImages, path: Path, short_side: int | None)
 
 
 def _names(root: Path, images: FolderImages) -> list[str]:
-    """A name for each image in the tar: its path in the set. Images from several tars may share one: number them."""
+    """A name for each image in the tar: its path in the set. A tar may hold a path twice: number them."""
     taken: set[str] = set()
     names = []
-    for index, target in enumerate(images.targets):
-        path, title = PurePosixPath(images.path(index, root)), images.class_names[target]
-        in_a_part = root.is_dir() and images.places[index].size is not None
-        if in_a_part or title not in path.parent.parts:  # a tar in a folder or in a tar may be a class
-            path = PurePosixPath(title, path.name)
-        stem, suffix = os.path.splitext(path)
+    for index in range(len(images)):
+        stem, suffix = os.path.splitext(images.path(index, root))
         for number in itertools.count(1):
             name = f"{stem}{'' if number == 1 else f'-{number}'}{suffix}{PACKED}"
             if name not in taken:
