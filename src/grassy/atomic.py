@@ -33,7 +33,8 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 def remove_torn_files(folder: Path) -> None:
     """Remove the temporary files of killed processes."""
     for file in folder.glob(f"{TEMPORARY}*"):
-        file.unlink(missing_ok=True)
+        if not file.is_dir():  # of `grassy pack`, which may be at work
+            file.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -313,6 +313,14 @@ def test_a_run_without_the_record_of_its_split_says_that_it_draws_again(run, tmp
     assert read_split(run) == held
 
 
+def test_all_of_a_part_counts_if_the_run_was_given_both_parts(tmp_path, capsys):
+    for part in ("train", "val"):
+        photos(tmp_path / "photos" / part, cat=10, dog=10)
+    train(tiny_recipe(epochs=1, val_fraction=0.3), tmp_path / "photos", tmp_path / "run", quiet=True)
+    assert validate(tmp_path / "run", tmp_path / "photos" / "val", device="cpu").images == 20
+    assert "val count: the run split no images, since" in capsys.readouterr().err
+
+
 def test_weights_without_their_folder_are_validated_on_the_same_images(run, tmp_path):
     alone = shutil.copy(run / BEST, tmp_path / "alone.safetensors")
     images, _ = open_split(read_description(alone), tmp_path / "photos", file=alone)

@@ -1,8 +1,12 @@
 """Packs: what a run reads from one is what it reads from the files that it was made of."""
 
+import errno
 import io
 import shutil
+import subprocess
+import sys
 import tarfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from grassy.atomic import TEMPORARY
+from grassy.atomic import TEMPORARY, remove_torn_files
 from grassy.cli import main
 from grassy.data import decode
 from grassy.data import pack as packing
@@ -107,7 +111,7 @@ def test_a_run_gets_the_same_images_from_a_pack(tmp_path, policy):
     photos(tmp_path / "set" / "train")
     photos(tmp_path / "set" / "val", count=2)
     written = pack(tmp_path / "set", tmp_path / "packed")
-    assert [(each.path.name, each.images, each.classes) for each in written] == [
+    assert [(each.path.name, each.images, len(each.classes)) for each in written] == [
         ("train.tar", 10, 2),
         ("val.tar", 4, 2),
     ]
@@ -148,7 +152,7 @@ def nested(folder):
 def test_images_of_one_name_in_several_folders_of_a_class_are_all_kept_in_order(tmp_path, inside):
     nested(tmp_path / "set" / inside)
     (part,) = pack(tmp_path / "set", tmp_path / "packed")
-    assert (part.images, part.classes) == (15, 2)
+    assert (part.images, part.classes) == (15, {"cat", "dog"})
     recipe = tiny_recipe(val_fraction=0.3)
     (*folder, held_out), (*packed, held_out_packed) = (
         split(recipe, tmp_path / place) for place in (f"set/{inside}", "packed/train.tar")
@@ -167,7 +171,7 @@ def test_images_of_one_name_in_several_tars_of_a_set_are_all_kept(tmp_path):
         with tarfile.open(tmp_path / "tars" / f"{name}.tar", "w") as tar:
             tar.add(tmp_path / "set" / "cat", "cat")
     (part,) = pack(tmp_path / "tars", tmp_path / "packed")
-    assert (part.images, part.classes) == (10, 1)
+    assert (part.images, part.classes) == (10, {"cat"})
     with tarfile.open(part.path) as tar:
         assert {"cat/a:0.jpg.ppm", "cat/b:0.jpg.ppm"} <= set(tar.getnames())
 
@@ -256,6 +260,7 @@ def test_large_images_are_reduced_and_small_ones_are_kept(tmp_path):
         (part,) = pack(tmp_path / "set", tmp_path / f"packed{short_side}", short_side)
         pixels, _ = open_images("", part.path, "train").load(0)
         assert pixels.shape[:2] == size
+        assert part.reduced == (10 if short_side == 20 else 0)
     original = Image.open(tmp_path / "set" / "cat" / "0.jpg").resize((40, 20), Image.Resampling.BICUBIC)
     assert np.abs(pixels - np.asarray(original).astype(float)).mean() < 1
 
@@ -277,7 +282,7 @@ def test_an_unreadable_image_is_left_out_and_named(tmp_path, capsys, monkeypatch
     (tmp_path / "set" / "dog" / "3.jpg").write_bytes(b"no image")
     assert main(["pack", "set", "packed"]) == 1
     said = capsys.readouterr()
-    assert said.out == "packed/train.tar: 9 images of 2 classes, 0.0 GB\n"
+    assert said.out == "packed/train.tar: 9 images of 2 classes, 0.1 MB\n"
     assert "left out set/dog/3.jpg: not an image that Pillow knows" in said.err
     assert len(open_images("", tmp_path / "packed", "train")) == 9
 
@@ -306,8 +311,70 @@ def test_what_cannot_be_packed_is_refused_in_a_sentence(tmp_path, monkeypatch):
     assert "no image of" in refused(tmp_path, tmp_path / "broken", tmp_path / "packed")
     assert "holds decoded images already" in refused(tmp_path, tmp_path / "arrays.npz", tmp_path / "packed")
     assert "size must be a positive number" in refused(tmp_path, tmp_path / "set", tmp_path / "packed", -1)
+    assert "would lie among the images of" in refused(tmp_path, tmp_path / "set", tmp_path / "set" / "packed")
+    assert "has no split 'other'" in refused(tmp_path, tmp_path / "set", tmp_path / "packed", 512, ["other"])
+    for image in (tmp_path / "set" / "dog").iterdir():
+        image.write_bytes(b"no image")
+    assert "no image of class dog can be read" in refused(tmp_path, tmp_path / "set", tmp_path / "packed")
     monkeypatch.setattr(packing.shutil, "disk_usage", lambda _: packing.shutil._ntuple_diskusage(2, 2, 0))
-    assert "0.0 GB are free" in refused(tmp_path, tmp_path / "set", tmp_path / "packed")
+    assert "0.0 MB are free" in refused(tmp_path, tmp_path / "set", tmp_path / "packed")
+
+
+def test_a_split_that_no_recipe_needs_is_left_out_with_a_warning(tmp_path):
+    for name in ("train", "val", "test"):
+        photos(tmp_path / "set" / name, count=2)
+    (tmp_path / "set" / "test" / "cat").rename(tmp_path / "set" / "test" / "unknown")
+    with pytest.warns(UserWarning, match=r"set/test is not packed, since .*unknown is a class that the training set"):
+        written = pack(tmp_path / "set", tmp_path / "packed")
+    assert [part.path.name for part in written] == ["train.tar", "val.tar"]
+    (tmp_path / "set" / "val" / "cat").rename(tmp_path / "set" / "val" / "unknown")
+    assert "unknown is a class that" in refused(tmp_path, tmp_path / "set", tmp_path / "again")
+
+
+def test_splits_of_other_names_are_packed_by_their_names(tmp_path):
+    for name in ("seen", "unseen"):
+        photos(tmp_path / "set" / name, count=2)
+    written = pack(tmp_path / "set", tmp_path / "packed", splits=["seen", "unseen"])
+    assert [(part.path.name, part.classes) for part in written] == [
+        ("seen.tar", {"cat", "dog"}),
+        ("unseen.tar", {"cat", "dog"}),
+    ]
+
+
+def test_the_pack_of_a_killed_process_is_removed_by_the_next_and_that_of_a_live_one_stays(tmp_path):
+    photos(tmp_path / "set")
+    for name in ("killed", "live"):
+        (tmp_path / f"{TEMPORARY}{name}").mkdir()
+        (tmp_path / f"{TEMPORARY}{name}" / "train.tar").touch()
+    remove_torn_files(tmp_path)  # packs are not its business
+    with packing._locked(tmp_path / f"{TEMPORARY}live"):
+        pack(tmp_path / "set", tmp_path / "packed")
+        assert [folder.name for folder in tmp_path.glob(f"{TEMPORARY}*")] == [f"{TEMPORARY}live"]
+
+
+@pytest.mark.slow
+def test_sigterm_leaves_nothing_of_a_pack(tmp_path):
+    photos(tmp_path / "set", size=(600, 500), count=300)
+    words = [sys.executable, "-m", "grassy", "pack", "set", "packed"]
+    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE) as process:
+        while process.poll() is None and not list(tmp_path.glob(f"{TEMPORARY}*/train.tar")):
+            time.sleep(0.01)
+        process.terminate()
+    assert process.returncode == 143
+    assert [entry.name for entry in tmp_path.iterdir()] == ["set"]
+
+
+def test_a_disk_that_is_full_is_reported_with_the_name_of_the_pack(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    photos(tmp_path / "set")
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(packing.os, "fsync", full)
+    with pytest.raises(OSError, match="could not be written: No space left on device") as error:
+        pack(tmp_path / "set", tmp_path / "packed")
+    assert error.value.filename == str(tmp_path / "packed")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_nothing_is_left_of_a_pack_that_was_interrupted(tmp_path, monkeypatch):

@@ -22,6 +22,8 @@ COMMANDS = (demo, train, validate, predict, export, transfer, analyze, report, r
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     args = argparse.Namespace(command=None, debug=False)
+    if argv is None:
+        _exit_on_signals()
     try:
         args = _parse(argv, args)
         if args.command is None:
@@ -44,6 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         print("grassy: interrupted", file=sys.stderr)
         return 130  # 128 + SIGINT, as in a shell
+
+
+def _exit_on_signals() -> None:
+    """Let SIGTERM and SIGHUP raise SystemExit, so that a command removes its half-written files before it ends."""
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, end)
 
 
 def make_parser() -> Parser:

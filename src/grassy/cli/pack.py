@@ -24,16 +24,25 @@ def add(commands: Commands) -> None:
         metavar="PIXELS",
         help="reduce larger images to this short side; 0 keeps their size (default: 512)",
     )
+    parser.add_argument(
+        "--splits",
+        nargs="+",
+        metavar="NAME",
+        help="folders or tars to pack, first the training set (default: train, val, test and the like)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    from grassy.data.pack import in_gigabytes, pack
+    from grassy.data.pack import SHORT_SIDE, pack, readable
     from grassy.terminal import printable
 
-    options = {} if args.size is None else {"short_side": args.size or None}
-    written = pack(args.source, args.target, **options)
+    size = SHORT_SIDE if args.size is None else args.size
+    written = pack(args.source, args.target, size or None, args.splits)
     for split in written:
-        print(f"{split.path}: {split.images:,} images of {split.classes:,} classes, {in_gigabytes(split.bytes)}")
+        reduced = f", {split.reduced:,} of them reduced to {size} pixels" if split.reduced else ""
+        print(
+            f"{split.path}: {split.images:,} images of {len(split.classes):,} classes{reduced}, {readable(split.bytes)}"
+        )
         for failure in split.failures:
             print(f"left out {printable(failure.name)}: {failure.reason}", file=sys.stderr)
     return int(any(split.failures for split in written))  # a script can tell that some are missing

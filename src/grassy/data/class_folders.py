@@ -217,9 +217,7 @@ def _open_tars(
     root: Path, tars: Iterable[Path], class_names: Sequence[str] | None, topmost: bool = False
 ) -> FolderImages:
     """Images are read by offset, so that processes do not share the position of an open file."""
-    found: list[
-        tuple[str, str, PurePosixPath, Place]
-    ] = []  # paths in the set and the tar, folder, place
+    found: list[tuple[str, str, PurePosixPath, Place]] = []  # paths in the set and the tar, folder, place
     for tar in tars:
         folders: set[PurePosixPath] = set()
         with open_regular(tar) as file:

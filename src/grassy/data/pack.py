@@ -5,13 +5,15 @@ is the path of the original in its set, and .ppm. So a pack is an ordinary data 
 """
 
 import collections
+import contextlib
 import io
 import itertools
 import os
 import secrets
 import shutil
 import tarfile
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,13 +40,17 @@ class Packed:
     """What was written for a split."""
 
     path: Path
-    images: int
-    classes: int
-    bytes: int
+    images: int = 0
+    bytes: int = 0
+    #: How many images were reduced to the short side.
+    reduced: int = 0
+    classes: set[str] = field(default_factory=set)
     failures: list[Failure] = field(default_factory=list)
 
 
-def pack(source: Path, target: Path, short_side: int | None = SHORT_SIDE) -> list[Packed]:
+def pack(
+    source: Path, target: Path, short_side: int | None = SHORT_SIDE, splits: Sequence[str] | None = None
+) -> list[Packed]:
     """Write a pack of the images in class folders or tars.
 
     The target appears when it is whole. The same source gives the same bytes.
@@ -53,48 +59,94 @@ def pack(source: Path, target: Path, short_side: int | None = SHORT_SIDE) -> lis
         source: A folder with splits, such as train and val; or a folder of class folders, or a tar.
         target: The folder to create.
         short_side: Larger images are reduced so that their short side has so many pixels; None keeps them.
+        splits: Names of the splits, first that of the training set; None to find train, val, test and the like.
 
     Returns:
         What was written, for each split.
 
     Raises:
-        ValueError: If the source holds no images, if the target exists, or if the disk is too small.
+        ValueError: If the source holds no images or a class without readable ones, if the target exists or lies in the
+            source, or if the disk is too small.
+        OSError: If the target cannot be written.
     """
     if short_side is not None and short_side < 1:
         raise ValueError(f"size must be a positive number of pixels, got {short_side}")
     if os.path.lexists(target):
         raise ValueError(f"{target} exists: name another folder, or remove it")
-    splits = _splits(source)
-    _check_space(splits, target, short_side)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
-    temporary.mkdir()
-    try:
-        found = [_write(*split, temporary / f"{name}.tar", short_side) for name, split in splits.items()]
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ValueError(f"{target} would lie among the images of {source}: name a folder elsewhere")
+    chosen = _splits(source, splits)
+    _check_space(chosen, target, short_side)
+    with _folder_when_whole(target) as temporary:
+        found = [_write(*split, temporary / f"{name}.tar", short_side) for name, split in chosen.items()]
+        training, images = found[0], next(iter(chosen.values()))[1]
+        if not training.images:
+            first = training.failures[0]
+            raise ValueError(f"no image of {source} can be read: {first.name}: {first.reason}")
+        if lost := [name for name in images.class_names if name not in training.classes]:
+            raise ValueError(f"no image of class {lost[0]} can be read: repair its images, or remove them all")
         for packed in found:
-            if not packed.images:
-                first = packed.failures[0]
-                raise ValueError(f"no image of {source} can be read: {first.name}: {first.reason}")
             packed.path = target / packed.path.name
-        temporary.rename(target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    sync_folder(target.parent)
     return found
+
+
+@contextlib.contextmanager
+def _folder_when_whole(target: Path) -> Iterator[Path]:
+    """A new folder that becomes the target in the end, or disappears after an error."""
+    temporary = target.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(target.parent)
+        temporary.mkdir()
+        with _locked(temporary):
+            yield temporary
+            temporary.rename(target)
+        sync_folder(target.parent)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and str(error.filename or temporary).startswith(str(temporary)):
+            raise OSError(error.errno, f"could not be written: {error.strerror}", str(target)) from error
+        raise
+
+
+def _remove_stale(place: Path) -> None:
+    """Remove the unfinished packs of killed processes, which no process has locked."""
+    for folder in place.glob(f"{TEMPORARY}*/"):
+        with contextlib.suppress(OSError), _locked(folder):
+            shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder until the end of this process at most; an OSError if another process has locked it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows, where no folder can be opened either: treat every folder as another's
+        if any(folder.iterdir()):
+            raise OSError(f"{folder} may belong to another process") from None
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 Split = tuple[Path, FolderImages]  # the folder or tar, and its images
 
 
-def _splits(source: Path) -> dict[str, Split]:
+def _splits(source: Path, names: Sequence[str] | None) -> dict[str, Split]:
     """The images of each split by its name; of a set without splits as "train", which a recipe can split later."""
     if not source.exists():
         raise ValueError(f"{source} does not exist")
     places = {}
     if source.is_dir():
-        names = (*TRAIN_NAMES, *VALIDATION_NAMES)
-        places = {name: place for name in names if (place := split_place(source, [name])) is not None}
+        wanted = names or (*TRAIN_NAMES, *VALIDATION_NAMES)
+        places = {name: place for name in wanted if (place := split_place(source, [name])) is not None}
+        if names and (missing := [name for name in names if name not in places]):
+            raise ValueError(f"{source} has no split {missing[0]!r}, as a folder or .tar")
         if not places and holds_images(source):
             raise ValueError(f"{source} holds no class folders{advice(source)}")
     arrays = next((place for place in [source, *places.values()] if place.suffix == ".npz"), None)
@@ -102,13 +154,17 @@ def _splits(source: Path) -> dict[str, Split]:
         raise ValueError(f"{arrays} holds decoded images already")
     if not places:
         places = {"train": source}
-    to_split = not any(name in VALIDATION_NAMES for name in places)
-    found: dict[str, Split] = {}
-    class_names = None
-    for name, place in places.items():  # training sets come first
-        found[name] = place, open_files(place, class_names, topmost=to_split)
-        if name in TRAIN_NAMES:
-            class_names = found[name][1].class_names
+    train, *others = places
+    to_split = not others and train not in VALIDATION_NAMES
+    needed = names or [train, *others[:1]]  # what a recipe reads
+    found = {train: (places[train], open_files(places[train], topmost=to_split))}
+    for name in others:
+        try:
+            found[name] = places[name], open_files(places[name], found[train][1].class_names)
+        except ValueError as error:
+            if name in needed:
+                raise
+            warnings.warn(f"{places[name]} is not packed, since {error}", stacklevel=3)
     return found
 
 
@@ -116,7 +172,7 @@ def _splits(source: Path) -> dict[str, Split]:
 
 
 def _write(root: Path, images: FolderImages, path: Path, short_side: int | None) -> Packed:
-    packed = Packed(path, 0, len(images.class_names), 0)
+    packed = Packed(path)
     names = _names(root, images)
     with (
         bar(f"Packing {path.name}", len(images)) as advance,
@@ -128,10 +184,13 @@ def _write(root: Path, images: FolderImages, path: Path, short_side: int | None)
             if isinstance(content, Failure):
                 packed.failures.append(content)
                 continue
+            pixels, reduced = content
             member = tarfile.TarInfo(names[index])
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+            member.size = len(pixels)
+            tar.addfile(member, io.BytesIO(pixels))
             packed.images += 1
+            packed.reduced += reduced
+            packed.classes.add(images.class_names[images.targets[index]])
         tar.close()
         file.flush()
         os.fsync(file.fileno())
@@ -154,9 +213,13 @@ def _names(root: Path, images: FolderImages) -> list[str]:
     return names
 
 
-def _in_threads(images: FolderImages, short_side: int | None) -> Iterator[tuple[int, bytes | Failure]]:
+#: The bytes of an image in the pack, and whether it was reduced.
+Content = tuple[bytes, bool] | Failure
+
+
+def _in_threads(images: FolderImages, short_side: int | None) -> Iterator[tuple[int, Content]]:
     """Index and content of each image, in order. Decoders release the GIL, so that threads use all cores."""
-    ahead: collections.deque[tuple[int, Future[bytes | Failure]]] = collections.deque()
+    ahead: collections.deque[tuple[int, Future[Content]]] = collections.deque()
     with ThreadPoolExecutor(processors()) as threads:
         try:
             for index in range(len(images)):
@@ -171,36 +234,40 @@ def _in_threads(images: FolderImages, short_side: int | None) -> Iterator[tuple[
                 content.cancel()
 
 
-def _content(images: FolderImages, index: int, short_side: int | None) -> bytes | Failure:
+def _content(images: FolderImages, index: int, short_side: int | None) -> Content:
     try:
-        return plain_file(_pixels(images, index, short_side))
+        pixels, reduced = _pixels(images, index, short_side)
+        return plain_file(pixels), reduced
     except Exception as error:  # decoders may raise anything for broken files
         return Failure(images.name(index), reason_for(error))
 
 
-def _pixels(images: FolderImages, index: int, short_side: int | None) -> np.ndarray:
+def _pixels(images: FolderImages, index: int, short_side: int | None) -> tuple[np.ndarray, bool]:
+    """The pixels of an image in the pack, and whether it was reduced."""
     if short_side is None:
-        return images.load(index)[0]
+        return images.load(index)[0], False
     from PIL import Image
 
     whole = _Whole(short_side)
     pixels, _ = images.load(index, whole)
-    height, width = whole.size
-    if min(pixels.shape[:2]) <= short_side:
-        return pixels
-    return np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
+    if min(pixels.shape[:2]) > short_side:
+        height, width = whole.size
+        pixels = np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
+    return pixels, whole.is_reduced
 
 
 class _Whole:
     """The whole image, as a crop that is resized to a short side: a large JPEG file is decoded at its scale then."""
 
     size = (1, 1)
+    is_reduced = False
 
     def __init__(self, short_side: int) -> None:
         self.short_side = short_side
 
     def box(self, height: int, width: int) -> Box:
         self.size = reduced_size(height, width, self.short_side)
+        self.is_reduced = self.size != (height, width)
         return Box(0, 0, height, width)
 
 
@@ -220,7 +287,7 @@ def _check_space(splits: dict[str, Split], target: Path, short_side: int | None)
     free = shutil.disk_usage(place).free
     if needed > free:
         raise ValueError(
-            f"the pack will need about {in_gigabytes(needed)}, and {in_gigabytes(free)} are free in {place}: choose "
+            f"the pack will need about {readable(needed)}, and {readable(free)} are free in {place}: choose "
             "another place, or a smaller --size"
         )
 
@@ -230,11 +297,12 @@ def _expected_bytes(images: FolderImages, short_side: int | None) -> float:
     sizes = []
     for index in np.linspace(0, len(images) - 1, min(LOOKED_AT, len(images))).astype(int).tolist():
         try:
-            sizes.append(_pixels(images, index, short_side).nbytes)
+            sizes.append(_pixels(images, index, short_side)[0].nbytes)
         except Exception:  # an unreadable image takes no space, and is named later
             continue
     return len(images) * (sum(sizes) / len(sizes) + OVERHEAD) if sizes else 0.0
 
 
-def in_gigabytes(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB"
+def readable(size: float) -> str:
+    """A number of bytes for people."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

@@ -66,13 +66,15 @@ def _part(file: Path, about: Description, recipe: Recipe, place: Path, notes: li
     if not training and recipe.val_split not in VALIDATION_NAMES:
         raise ValueError(f"{place} is split by val_fraction into train and val: it has no split {recipe.val_split!r}")
     images, keys = open_set(place, about.class_names)
-    recorded = read_split(file.parent)
+    recorded, before = read_split(file.parent), remembered_data_dir(file.parent)
+    if recorded is None and before is not None and before.exists() and set_to_split(recipe, before) is None:
+        notes.append(f"all {len(keys)} images in {place} count: the run split no images, since {before} has both parts")
+        return images
     if recorded is not None:
         wanted = recorded_keys(recorded, place)
     else:
         wanted = held_out(images, keys, recipe.val_fraction, recipe.val_seed)
     here = len(wanted.intersection(keys))
-    before = remembered_data_dir(file.parent)
     elsewhere = before is None or not place.absolute().is_relative_to(before)
     if elsewhere and here < ALMOST_NONE * len(wanted):
         notes.append(f"{place} is not the data of the run, so all of its {len(keys)} images count")
