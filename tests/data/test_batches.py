@@ -52,6 +52,14 @@ def test_repeated_augmentation_shows_fewer_images_several_times_with_different_s
     assert len(np.unique(epoch_order(90, 0, 0, repeats=3))) == 30
 
 
+def test_each_epoch_draws_the_crop_of_an_image_anew():
+    batches = EpochBatches(20, 5, 1, Share(), seed=3)
+    drawn = []
+    for batches.epoch in range(3):
+        drawn.append(dict(pair for batch in batches for pair in batch))
+    assert all(len({epoch[index] for epoch in drawn}) == 3 for index in range(20))
+
+
 def test_processes_and_parts_share_each_batch_of_one_process_without_overlap():
     whole = list(EpochBatches(50, 12, 1, Share(), seed=3))
     shares = [list(EpochBatches(50, 12, 2, Share(rank, 3), seed=3)) for rank in range(3)]
@@ -127,6 +135,7 @@ def test_resident_crops_and_flips_are_those_of_the_padded_image(tmp_path):
     loader = data.train
     assert isinstance(loader, ResidentLoader)
     plan = loader.plan(epoch=3)
+    assert not np.array_equal(plan[:, 1:], loader.plan(epoch=4)[:, 1:])
     assert set(plan[:, 1]) == set(plan[:, 2]) == set(range(5))
     assert set(plan[:, 3]) == {0, 1}
     images, labels = loader.assemble(torch.from_numpy(plan[:9]))

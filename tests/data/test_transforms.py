@@ -39,9 +39,10 @@ def both(photo, seed, **changes):
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_crops_and_flips_are_those_of_timm(photo, interpolation):
+@pytest.mark.parametrize("crops", [{}, {"scale": (0.3, 0.4), "ratio": (1.5, 2.0)}], ids=["default", "wide"])
+def test_crops_and_flips_are_those_of_timm(photo, interpolation, crops):
     for seed in range(40):
-        ours, theirs = both(photo, seed, interpolation=interpolation)
+        ours, theirs = both(photo, seed, interpolation=interpolation, **crops)
         difference = np.abs(ours - theirs)
         assert difference.max() <= 2
         assert difference.mean() < 0.5  # of 255 levels: both round, in another order
@@ -75,3 +76,26 @@ def test_evaluation_is_that_of_timm(photo):
         peer = create_transform(64, crop_pct=0.875, interpolation=interpolation, use_prefetcher=True)
         expected = np.asarray(peer(Image.fromarray(photo)))
         assert np.array_equal(eval_transform(64, 0.875, interpolation)(photo).numpy(), expected)
+
+
+def test_a_box_has_the_area_and_the_shape_that_the_recipe_allows():
+    transform = train_transform(Recipe(img_size=64, crop="resized", scale=(0.3, 0.4), ratio=(1.5, 2.0)))
+    for seed in range(60):
+        with seeded(seed):
+            box = transform.box(600, 800)
+        assert 0.29 < box.height * box.width / (600 * 800) < 0.41
+        assert 1.49 < box.width / box.height < 2.01
+
+
+@pytest.mark.parametrize("shape", [(1, 9000), (9000, 3)])
+def test_a_strip_needs_no_more_memory_than_a_photo(shape, monkeypatch):
+    sizes = []
+    original = Image.Image.resize
+    monkeypatch.setattr(Image.Image, "resize", lambda image, size, *a, **k: sizes.append(size) or original(image, size))
+    pixels = np.zeros((*shape, 3), np.uint8)
+    height, width = shape
+    pixels[height // 2, width // 2] = 255
+    image = eval_transform(64, 1.0, "bilinear")(pixels)
+    assert image.shape == (3, 64, 64)
+    assert image.max() > 100  # the middle of the strip
+    assert max(sizes[0]) <= 21 * 64

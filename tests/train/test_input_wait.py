@@ -2,10 +2,15 @@
 
 import csv
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from grassy.data.loader import processors
+from grassy.data.class_folders import FolderImages, Place
+from grassy.data.images import ArrayImages
+from grassy.data.loader import WorkerLoader, processors
+from grassy.data.stream_loader import StreamLoader
 from grassy.train import input_wait
 from grassy.train.input_wait import InputWait, advice
 from grassy.train.loop import train
@@ -90,12 +95,47 @@ def test_images_on_the_device_are_not_waited_for(tmp_path, capsys):
         assert all(float(row["input_share"]) < 0.5 for row in csv.DictReader(file))
 
 
-def test_the_advice_fits_the_machine(monkeypatch):
-    class Loaded:
-        train = object.__new__(input_wait.WorkerLoader)
+def files(*names):
+    loader = object.__new__(WorkerLoader)
+    loader.images = FolderImages(names, [Place(name) for name in names], [0] * len(names), ["a"])
+    return SimpleNamespace(train=loader)
 
-    recipe = tiny_recipe(workers=processors())
-    assert advice(0.05, recipe, Loaded) is None
-    assert "`grassy pack` decodes them once" in advice(0.5, recipe, Loaded)
+
+def stream(workers):
+    loader = object.__new__(StreamLoader)
+    loader.images = SimpleNamespace(workers=workers)
+    return SimpleNamespace(train=loader)
+
+
+def arrays():
+    loader = object.__new__(WorkerLoader)
+    loader.images = ArrayImages(np.zeros((1, 2, 2, 3), np.uint8), np.zeros(1, np.int64), None, "x.npz")
+    return SimpleNamespace(train=loader)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (files("a/0.jpg", "a/1.png"), "`grassy pack` decodes them once"),
+        (files("a/0.jpg.ppm", "a/1.png.ppm"), "move the pack to a faster disk"),
+        (arrays(), "smaller images or less augmentation"),
+        (stream(8), "save them in class folders"),
+        (stream(3), "its shards allow 3 workers only"),
+    ],
+)
+def test_the_advice_fits_the_images(data, expected, monkeypatch):
+    monkeypatch.setattr(input_wait, "processors", lambda: 8)
+    recipe = tiny_recipe(workers=8)
+    assert advice(0.05, recipe, data) is None
+    assert expected in advice(0.5, recipe, data)
     monkeypatch.setattr(input_wait.importlib.util, "find_spec", lambda name: None)
-    assert "pip install simplejpeg" in advice(0.5, recipe, Loaded)
+    decodes = ".jpg" in "".join(getattr(data.train.images, "names", [])) and expected.startswith("`grassy")
+    assert ("pip install simplejpeg" in advice(0.5, recipe, data)) == decodes
+
+
+def test_the_advice_fits_the_machine(monkeypatch):
+    recipe, data = tiny_recipe(workers=12), files("a/0.jpg")
+    monkeypatch.setattr(input_wait, "processors", lambda: 96)
+    assert "try workers=96, one per available CPU core" in advice(0.5, recipe, data)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert "try workers=24, one per available CPU core of this process" in advice(0.5, recipe, data)

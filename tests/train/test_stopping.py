@@ -61,7 +61,7 @@ def test_a_signal_to_all_processes_in_any_order_stops_and_saves_the_run(tmp_path
         time.sleep(draw.choice([0, 0.01, 0.1]))
     _, errors = running.communicate(timeout=PATIENCE)
     assert running.returncode == 128 + number, errors
-    assert "and saved; --resume auto resumes the run" in errors
+    assert f"and saved; `grassy train --resume {tmp_path / 'run'}` resumes the run" in errors
     assert "Traceback" not in errors
     assert read_torch(tmp_path / "run" / STATE)["progress"]["stopped_by"] == number
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)

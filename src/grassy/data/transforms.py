@@ -41,7 +41,8 @@ def train_transform(recipe: Recipe) -> Transform:
     except (AssertionError, KeyError, ValueError, IndexError) as error:  # all other options have been checked
         if not recipe.aa:
             raise
-        raise ValueError(f"timm knows no augmentation aa={recipe.aa}: {error}") from None
+        forms = "rand-m9-n2-mstd0.5 (RandAugment), augmix-m3-w3, 3a, or original"
+        raise ValueError(f"timm knows no augmentation aa={recipe.aa}: give a policy such as {forms}") from error
     first, *others = whole.transforms
     rest = transforms.Compose([_of_tensors(step) for step in others])
     if recipe.crop == "resized":
@@ -86,9 +87,22 @@ def _resizing(
     from timm.data import create_transform
 
     view: dict[str, Any] = {"crop_pct": crop_pct, "crop_mode": crop_mode, "interpolation": interpolation}
-    return create_transform(size, use_prefetcher=True, mean=mean, **view)
+    steps = create_transform(size, use_prefetcher=True, mean=mean, **view)
+    if crop_mode == "center":
+        steps.transforms.insert(0, _without_ends)
+    return steps
 
 
+def _without_ends(image: Any) -> Any:
+    """The middle of a strip: resized by its short side, a strip of a few kilobytes would fill the memory."""
+    width, height = image.size
+    longest = LONGEST_STRIP * min(width, height)
+    left, top = max(0, (width - longest) // 2), max(0, (height - longest) // 2)
+    return image.crop((left, top, width - left, height - top)) if left or top else image
+
+
+#: Of strips with a larger aspect ratio only the middle is resized: what the central crop shows is a part of it.
+LONGEST_STRIP = 20
 #: torch resamples uint8 by integer arithmetic as Pillow does, in a third of the time.
 RESAMPLED_BY_TORCH = ("bilinear", "bicubic")
 

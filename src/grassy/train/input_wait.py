@@ -5,16 +5,22 @@ queue. If the input is slower, the host waits for the next batch. So the host's 
 """
 
 import importlib.util
+import os
 import time
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from grassy.data.loader import WorkerLoader, processors
+from grassy.data.class_folders import PACKED, FolderImages
+from grassy.data.device_loader import ResidentLoader
+from grassy.data.images import ArrayImages
+from grassy.data.loader import processors
 from grassy.data.run_data import Data
+from grassy.data.stream_loader import StreamLoader
 from grassy.recipes.recipe import Recipe
 
 #: The share of waiting from which a run reports it.
 MUCH = 0.1
+JPEG = {".jpg", ".jpeg", ".jfif"}
 Item = TypeVar("Item")
 
 
@@ -48,16 +54,33 @@ class InputWait:
 
 
 def advice(share: float, recipe: Recipe, data: Data) -> str | None:
-    """Advice for an epoch that waited for its input; None if it did not wait for long."""
-    if share <= MUCH or not isinstance(data.train, WorkerLoader):
+    """Advice for an epoch that waited for its input; None if it did not wait for long, or if nothing can be done."""
+    if share <= MUCH or isinstance(data.train, ResidentLoader):
         return None
     waits = f"the run waits for its input {share:.0%} of the time"
-    cores = processors()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun says how many processes share the machine
+    cores = max(1, processors() // here)
+    of_each = " of this process" if here > 1 else ""
+    if isinstance(data.train, StreamLoader) and data.train.images.workers < recipe.workers:
+        return f"{waits}: its shards allow {data.train.images.workers} workers only; split them into more shards"
     if recipe.workers < cores:
-        return f"{waits}: try workers={cores}, one per available CPU core"
-    if importlib.util.find_spec("simplejpeg") is None:
+        return f"{waits}: try workers={cores}, one per available CPU core{of_each}"
+    suffixes = _suffixes(data.train.images)
+    if suffixes & JPEG and importlib.util.find_spec("simplejpeg") is None:
         return f"{waits}: `pip install simplejpeg` speeds up JPEG decoding"
-    return (
-        f"{waits}: {cores} CPU cores cannot load images faster; `grassy pack` decodes them once, before training, and "
-        "a run reads them without decoding"
-    )
+    if suffixes == {PACKED}:
+        return f"{waits}: move the pack to a faster disk or into memory, or make a smaller one with --size"
+    slow = f"{waits}: {cores} CPU cores{of_each} cannot load images faster"
+    if suffixes:
+        return f"{slow}; `grassy pack` decodes them once, before training, and a run reads them without decoding"
+    if isinstance(data.train.images, ArrayImages):
+        return f"{slow}; smaller images or less augmentation would help"
+    return f"{slow}; save them in class folders, which `grassy pack` decodes once"
+
+
+def _suffixes(images: object) -> set[str]:
+    """The suffixes of a thousand files, or an empty set if the images are no files."""
+    if not isinstance(images, FolderImages):
+        return set()
+    step = max(1, len(images) // 1000)
+    return {os.path.splitext(name)[1].lower() for name in images.names[::step]}

@@ -85,7 +85,8 @@ def train_epochs(run: Run, steps: Steps, checkpoints: Checkpoints, reporter: Rep
                         checkpoints.save()
                     begin = time.monotonic() - position.seconds
                 if stop:
-                    reporter.say(f"stopped after update {position.done} and saved; --resume auto resumes the run")
+                    again = f"`grassy train --resume {run.output}` resumes the run"
+                    reporter.say(f"stopped after update {position.done} and saved; {again}")
                     return
             finish_epoch(run, checkpoints, reporter, begin)
         checkpoints.save()
