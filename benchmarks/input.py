@@ -16,8 +16,8 @@ timm's loader collates uint8 images, its fastest way, as grassy's does; both lea
 torchvision's reference normalises in its workers. "grassy, packed" reads what `grassy pack` has made of the files. With
 --train, "resident" repeats one batch that stays on the device.
 
-The result also holds the time of each part of the way, before and now, and what the device could take over
-(`input_stages`): decoding by nvJPEG, crops, flips and normalisation in batches, copies.
+The result also holds the time of each part of the way, before and now, of decoding by nvJPEG, and of copies to the
+device (`input_stages`).
 
 On a GPU machine `python -m benchmarks.input --train resnet50` takes about five minutes. grassy decodes with simplejpeg
 where it is installed, and with Pillow where it is not. A machine without network gets it in a folder:
@@ -321,6 +321,8 @@ def main() -> None:
         "clock": clock.__name__,
         "batch_size": args.batch_size,
         "files": len(files),
+        "batches": args.batches,
+        "grain": args.grain,
         "size": size,
         "mean_bytes": round(statistics.mean(path.stat().st_size for path in files)),
         "model": args.train,
@@ -349,7 +351,7 @@ def main() -> None:
         for way, parts in found.items():
             times = ", ".join(f"{part} {microseconds:.0f}" for part, microseconds in parts.items())
             print(f"  {way:15} {times} µs of an image")
-    result["device"] = input_stages.on_device(files[: args.batch_size], recipe_with(""), device, args.turns)
+    result["device"] = input_stages.on_device(files[: args.batch_size], recipe_with("").img_size, device, args.turns)
     for name, found in result["device"].items():
         print(f"{device.type}: {name}: {found if isinstance(found, str) else f'{found:,.0f} images/s'}")
     save(result, args.output or Path(f"runs/bench/input_{device.type}.json"))

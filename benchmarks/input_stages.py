@@ -17,7 +17,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from grassy.data.batch_transforms import Preparation
 from grassy.data.decode import read_pixels, to_rgb
 from grassy.data.images import Images
 from grassy.data.loader import collate, one_thread, seeded
@@ -83,73 +82,24 @@ def stages(files: Sequence[Path], packed: Images, recipe: Recipe, turns: int) ->
     return {way: {part: statistics.median(times) for part, times in parts.items()} for way, parts in found.items()}
 
 
-def on_device(files: Sequence[Path], recipe: Recipe, device: torch.device, turns: int) -> dict[str, float | str]:
-    """Images per second of what a GPU could do, each alone; a sentence for what it cannot do here."""
+def on_device(files: Sequence[Path], size: int, device: torch.device, turns: int) -> dict[str, float | str]:
+    """Images per second of decoding on the device and of copies to it; a sentence for what it cannot do here."""
     import_timm()
     from torchvision import io as torchvision_io
-    from torchvision.transforms.v2 import functional
 
     contents = [torch.from_numpy(np.frombuffer(path.read_bytes(), np.uint8).copy()) for path in files]
-    whole = [
-        torch.from_numpy(read_pixels(io.BytesIO(content.numpy().tobytes()))).permute(2, 0, 1) for content in contents
-    ]
-    size, count = [recipe.img_size] * 2, len(files)
-    transform = train_transform(recipe)
-    assert isinstance(transform, CropTransform)
-    with seeded(0):
-        boxes = [transform.box(*image.shape[1:]) for image in whole]
-    resident = [image.to(device) for image in whole]
-    resized = torch.zeros(count, *size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+    resized = torch.zeros(len(files), size, size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
     pinned = resized.pin_memory() if device.type == "cuda" else resized
-    here = resized.to(device)
-    labels = torch.zeros(count, dtype=torch.long, device=device)
-    prepare = Preparation(recipe.mean, recipe.std, device, channels_last=True)
-    flip = torch.arange(count, device=device) % 2 == 0
-
-    def crops_one_by_one() -> Tensor:
-        crops = [
-            functional.resized_crop(image, *box, size, transform.crop.interpolation, antialias=True)
-            for image, box in zip(resident, boxes, strict=True)
-        ]
-        batch = torch.stack(crops)
-        return prepare(torch.where(flip.view(-1, 1, 1, 1), batch.flip(3), batch), labels)[0]
-
-    alike = [image for image in resident if image.shape == resident[0].shape]
-    together, their_boxes = torch.stack(alike), boxes[: len(alike)]
-    height, width = together.shape[2:]
-    corners = torch.tensor(
-        [[b.top, b.left, b.height, b.width] for b in their_boxes], device=device, dtype=torch.float32
-    )
-
-    def crops_at_once() -> Tensor:
-        """Bilinear and without antialiasing: other pixels than grassy's, as a bound on what a batch could gain."""
-        top, left, h, w = corners.unbind(1)
-        sign = 1 - 2 * flip[: len(alike)].float()
-        zero = torch.zeros_like(top)
-        across = torch.stack([sign * w / width, zero, (2 * left + w) / width - 1], 1)
-        down = torch.stack([zero, h / height, (2 * top + h) / height - 1], 1)
-        grid = torch.nn.functional.affine_grid(
-            torch.stack([across, down], 1), [len(alike), 3, *size], align_corners=False
-        )
-        crops = torch.nn.functional.grid_sample(together.float(), grid, padding_mode="border", align_corners=False)
-        return prepare(crops, labels[: len(alike)])[0]
 
     def nvjpeg() -> list[Tensor]:
         kind = {"device": device} if device.type == "cuda" else {}
         return torchvision_io.decode_jpeg(contents, mode=torchvision_io.ImageReadMode.RGB, **kind)  # type: ignore[no-any-return]
 
-    works: dict[str, tuple[Callable[[], Any], int]] = {
-        "decode_jpeg of torchvision": (nvjpeg, count),
-        "crop, resize, flip, normalise one by one": (crops_one_by_one, count),
-        "the same at once, bilinear": (crops_at_once, len(alike)),
-        "copy of uint8 to the device": (lambda: pinned.to(device, non_blocking=True), count),
-        "copy of float32 to the device": (lambda: pinned_floats.to(device, non_blocking=True), count),
-        "normalise": (lambda: prepare(here, labels), count),
+    works: dict[str, Callable[[], Any]] = {
+        "decode_jpeg of torchvision": nvjpeg,
+        "copy of uint8 to the device": lambda: pinned.to(device, non_blocking=True),
     }
-    pinned_floats = pinned.float()
-    if device.type == "cuda":
-        pinned_floats = pinned_floats.pin_memory()
-    return {name: _rate_of(work, images, device, turns) for name, (work, images) in works.items()}
+    return {name: _rate_of(work, len(files), device, turns) for name, work in works.items()}
 
 
 def _rate_of(work: Callable[[], Any], images: int, device: torch.device, turns: int) -> float | str:

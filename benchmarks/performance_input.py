@@ -8,6 +8,8 @@ from matplotlib.figure import Figure
 from benchmarks.markdown import Result, table
 from grassy.report.pictures import BLUE, GREEN, GREY, ORANGE, tidy
 
+#: What `benchmarks.input` does unless told otherwise.
+USUAL = {"grain": 16.0, "count": 10_000, "batch_size": 256, "batches": 20, "turns": 5}
 #: By their names in the results; the copy is measured on a GPU alone.
 PARTS = {"disk": GREY, "decode": BLUE, "augment": ORANGE, "collate": GREEN, "copy": "0.4"}
 IMAGENET_SIZE = [500, 375]
@@ -19,6 +21,11 @@ def command(result: Result) -> str:
     words += [f"--train {result['model']}"] if result["model"] else []
     words += ["--workers 0"] if not result["workers"] else []
     words += ["--size {} {}".format(*result["size"])] if result["size"] != IMAGENET_SIZE else []
+    turns = len(next(iter(next(iter(result["loaders"].values()))["images_per_second"].values())))
+    ran = {**result, "count": result["files"], "turns": turns}
+    for name, usual in USUAL.items():
+        if (value := ran.get(name, usual)) != usual:
+            words.append(f"--{name.replace('_', '-')} {value:g}")
     return " ".join(words)
 
 
