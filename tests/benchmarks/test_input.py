@@ -23,8 +23,10 @@ def result(**changes):
         "gpu": None,
         "size": [500, 375],
         "workers": 0,
+        "files": 10_000,
+        "batch_size": 256,
         "model": None,
-        "loaders": {"crop and flip": {"medians": rates}},
+        "loaders": {"crop and flip": {"medians": rates, "images_per_second": {name: [1.0] * 5 for name in rates}}},
         "training": {},
         "stages_us": {"crop and flip": {"before": PARTS, "now": PARTS}},
         "device": {"copy of uint8 to the device": 200_000.0},
@@ -40,6 +42,8 @@ def test_results_of_a_cpu_and_of_a_gpu_become_tables_and_pictures(tmp_path):
     text = input_from_files(on_gpu, tmp_path)
     assert "| crop and flip, training | 4,300 | 4,000 | 2,000 | 1,500 | 4,400 | 2.00 | 2.15 | 0.98 |" in text
     assert command(on_gpu) == "python -m benchmarks.input --train resnet50"
+    small = command(result(files=48, batch_size=8, batches=5, grain=5.0))
+    assert small == "python -m benchmarks.input --workers 0 --grain 5 --count 48 --batch-size 8 --batches 5"
     input_from_files(result(size=[4000, 3000]), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"input_cpu.png", "input_gpu.png", "input_large_cpu.png"}
 
