@@ -16,7 +16,7 @@ PACKAGE = Path(grassy.__file__).parent
 LAYERS = [
     {"_version", "atomic", "extras", "mixed_labels", "precision", "schema", "shards", "spelling"}
     | {"subspaces", "terminal", "torchvision_import"},
-    {"geometry", "paper"},
+    {"criteria", "geometry", "paper"},
     {"kernels"},
     {"heads", "optim"},
     {"loss", "surgery", "analysis", "sklearn", "transfer.solvers"},

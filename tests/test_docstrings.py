@@ -11,6 +11,7 @@ import pytest
 PARTS = ("analysis", "distributed", "geometry", "heads", "kernels", "loss", "optim", "sklearn", "surgery", "transfer")
 #: What the reference shows of other parts.
 CHOSEN = {
+    "criteria": ("create_criterion", "BinaryCrossEntropy"),
     "data.images": ("open_images", "ArrayImages", "ReaderImages", "Joined"),
     "inference.export": ("export",),
     "inference.features": ("extract",),

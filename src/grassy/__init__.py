@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from grassy import sklearn as sklearn
     from grassy import surgery as surgery
     from grassy import transfer as transfer
+    from grassy.criteria import create_criterion
     from grassy.heads import GrassmannHead, Head, LinearHead, create_head
     from grassy.inference.load import load
     from grassy.inference.save import save
-    from grassy.loss import classification_loss, create_criterion
+    from grassy.loss import classification_loss
     from grassy.mixed_labels import MixedLabels
     from grassy.optim import AveragedModel, RiemannianSGD, clip_grad_norm_, make_optimizer
     from grassy.surgery import replace_head
@@ -58,7 +59,7 @@ _HOMES = {
     "RiemannianSGD": "optim",
     "classification_loss": "loss",
     "clip_grad_norm_": "optim",
-    "create_criterion": "loss",
+    "create_criterion": "criteria",
     "create_head": "heads",
     "load": "inference.load",
     "make_optimizer": "optim",

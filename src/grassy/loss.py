@@ -1,20 +1,24 @@
-"""The training loss of a whole model, which passes the target to the head inside the model's forward.
-
-It also creates criteria by name, those of the paper's Section 5.2: softmax cross-entropy, with or without label
-smoothing, and sigmoid BCE.
-"""
+"""The training loss of a whole model, which passes the target to the head inside the model's forward."""
 
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from grassy.heads import Criterion, Head, HeadOnMap, LossRequest
-from grassy.heads.base import with_classes_last
-from grassy.heads.cross_entropy import cross_entropy_options, one_loss
+from grassy.criteria import (
+    Criterion,
+    create_criterion,
+    cross_entropy_options,
+    ignored_label,
+    is_binary_cross_entropy,
+    one_loss,
+    shape_of_losses,
+    with_classes_last,
+)
+from grassy.heads import Head, HeadOnMap, LossRequest
 from grassy.heads.request import (
     check_that_compiled_heads_are_not_recomputed,
     delivered,
@@ -22,7 +26,6 @@ from grassy.heads.request import (
     keep_for_recomputation,
 )
 from grassy.mixed_labels import MixedLabels
-from grassy.spelling import nearest
 
 
 def classification_loss(
@@ -73,7 +76,7 @@ def classification_loss(
         raise TypeError(f"target must be a tensor of class indices or probabilities, got {type(target).__name__}")
     for head in heads:
         head.check_target(target, criterion)  # type: ignore[arg-type]  # mixed labels only to heads that take them
-        if head.logits_are_nonnegative and _is_binary_cross_entropy(criterion):
+        if head.logits_are_nonnegative and is_binary_cross_entropy(criterion):
             warnings.warn(
                 f"the logits of {type(head).__name__} are never negative, and their sigmoid never below 0.5: train it "
                 "with softmax cross-entropy",
@@ -96,7 +99,7 @@ def classification_loss(
     results = _tensors(outputs, len(heads))
     if answering := [head for head in heads if head.answers_with_loss(request)]:
         # The model may have flattened the loss as if it were logits.
-        shape = _shape_of_losses(criterion, target)
+        shape = shape_of_losses(criterion, target)
         losses = [
             loss.reshape(shape) if loss.numel() == shape.numel() else _refuse(loss, answering) for loss in results
         ]
@@ -120,8 +123,7 @@ def _takes(heads: list[Head], target: MixedLabels, criterion: Criterion) -> bool
 
 def _probabilities(target: MixedLabels, heads: list[Head], criterion: Criterion) -> Tensor:
     """Return mixed labels as probabilities (..., C), in which every row counts."""
-    keywords = getattr(criterion, "keywords", {})  # a functools.partial has them
-    ignore_index = getattr(criterion, "ignore_index", keywords.get("ignore_index", -100))
+    ignore_index = ignored_label(criterion)
     for head in heads:
         head.check_target(target.labels, criterion)
     on_cpu = target.labels.device.type == "cpu" and not torch.compiler.is_compiling()  # a GPU would have to wait
@@ -169,86 +171,3 @@ def _as_it_is(criterion: Criterion, logits: Tensor, target: Tensor) -> Tensor:
 def _refuse(loss: Tensor, heads: list[Head]) -> NoReturn:
     names = ", ".join(sorted({type(head).__name__ for head in heads}))
     raise TypeError(f"{names} computes its loss itself, but the model reshaped it to {tuple(loss.shape)}")
-
-
-def _shape_of_losses(criterion: Criterion, target: Tensor | MixedLabels) -> torch.Size:
-    """Return the shape of what a criterion returns: that of the labels without reduction, else a scalar's."""
-    keywords = getattr(criterion, "keywords", {})  # a functools.partial has them
-    unreduced = getattr(criterion, "reduction", keywords.get("reduction")) == "none"
-    if not unreduced or isinstance(target, MixedLabels):
-        return torch.Size()
-    return target.shape[:-1] if target.is_floating_point() else target.shape
-
-
-def _is_binary_cross_entropy(criterion: Callable[..., Tensor]) -> bool:
-    """Whether a criterion of grassy, torch or timm applies a sigmoid to the logits."""
-    names = {cls.__name__ for cls in type(criterion).__mro__} | {getattr(criterion, "__name__", "")}
-    return bool(names & {"BinaryCrossEntropy", "BCEWithLogitsLoss", "binary_cross_entropy_with_logits"})
-
-
-class BinaryCrossEntropy(nn.Module):
-    """Sigmoid cross-entropy of each class against all others (Beyer et al. 2020), averaged over the batch.
-
-    The target holds class indices (B,) or probabilities (B, C).
-
-    Args:
-        reduction: Reduction over the classes. "sum" has gradients of the size of softmax cross-entropy. "mean" is what
-            timm and the RSB recipes use.
-        ignore_index: Labels with this value do not count, as in `nn.CrossEntropyLoss`.
-
-    Raises:
-        ValueError: If `reduction` is unknown.
-    """
-
-    def __init__(self, reduction: Literal["sum", "mean"] = "sum", ignore_index: int = -100) -> None:
-        super().__init__()
-        if reduction not in ("sum", "mean"):
-            raise ValueError(f"reduction must be 'sum' or 'mean', got {reduction!r}")
-        self.reduction, self.ignore_index = reduction, ignore_index
-
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        if target.is_floating_point():
-            losses = F.binary_cross_entropy_with_logits(logits, target.to(logits.dtype), reduction="none")
-            counted = losses.new_ones(losses.shape[:-1])
-        else:
-            target = target.long()
-            valid = target != self.ignore_index
-            one_hot = F.one_hot(target.where(valid, 0), logits.shape[-1]).to(logits.dtype)
-            losses = F.binary_cross_entropy_with_logits(logits, one_hot, reduction="none")
-            counted = valid.to(losses.dtype)
-        each = losses.sum(-1) if self.reduction == "sum" else losses.mean(-1)
-        return (each * counted).sum() / counted.sum()
-
-
-def _label_smoothing(smoothing: float = 0.1, **options: Any) -> nn.Module:
-    return nn.CrossEntropyLoss(label_smoothing=smoothing, **options)
-
-
-CRITERIA: dict[str, Callable[..., nn.Module]] = {
-    "cross-entropy": nn.CrossEntropyLoss,
-    "label-smoothing": _label_smoothing,
-    "bce": BinaryCrossEntropy,
-}
-
-
-def create_criterion(name: str, **options: Any) -> nn.Module:
-    """Create a criterion by name.
-
-    Args:
-        name: "cross-entropy", "label-smoothing" (0.1 by default) or "bce".
-        **options: Options of the criterion, such as `smoothing=0.2` or `ignore_index=255`.
-
-    Returns:
-        A module that maps logits (B, C) and a target to a scalar loss.
-
-    Raises:
-        ValueError: If the criterion is unknown.
-
-    Examples:
-        >>> import grassy
-        >>> grassy.create_criterion("label-smoothing", smoothing=0.2).label_smoothing
-        0.2
-    """
-    if name not in CRITERIA:
-        raise ValueError(f"unknown criterion {name!r}{nearest(name, CRITERIA)}; known: {', '.join(sorted(CRITERIA))}")
-    return CRITERIA[name](**options)

@@ -10,9 +10,9 @@ from torch import nn
 
 import grassy
 from grassy import geometry as g
+from grassy.criteria import CRITERIA, BinaryCrossEntropy, create_criterion
 from grassy.heads import create_head
 from grassy.heads.arcface import with_margin
-from grassy.loss import CRITERIA, BinaryCrossEntropy, create_criterion
 
 F64 = torch.float64
 cross_entropy = nn.functional.cross_entropy

@@ -285,20 +285,6 @@ def test_a_copy_made_inside_a_forward_has_no_request():
     assert [each(torch.randn(2, N)).shape for each in copies] == [(2, C)] * 2
 
 
-@every_head
-def test_a_head_that_an_earlier_version_pickled_works(name, options):
-    """It has an attribute `loss_request`, and nothing that requests are put into."""
-    head, (x, y) = grassy.create_head(name, N, C, **options), batch()
-    model = nn.Sequential(nn.Linear(3, N), head)
-    expected = grassy.classification_loss(model, x, y)
-    state = {key: value for key, value in vars(head).items() if key != "inbox"} | {"loss_request": None}
-    model[1] = type(head).__new__(type(head))
-    model[1].__setstate__(state)
-    assert torch.equal(grassy.classification_loss(model, x, y), expected)
-    assert model(x).shape == (B, C)
-    assert vars(model[1]).keys() == vars(head).keys()
-
-
 def test_data_parallel_which_would_lose_the_target_is_refused():
     model, (x, y) = nn.DataParallel(nn.Sequential(nn.Linear(3, N), grassy.create_head("arcface", N, C))), batch()
     assert grassy.classification_loss(model, x, y).isfinite()

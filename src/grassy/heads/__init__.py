@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+from grassy.criteria import Criterion
 from grassy.heads.arcface import ArcFaceHead
 from grassy.heads.base import Head, HeadOptions, heads_of
 from grassy.heads.cosine import CosineHead
@@ -14,7 +15,7 @@ from grassy.heads.grassmann import GrassmannHead
 from grassy.heads.linear import LinearHead
 from grassy.heads.multi import MultiHead
 from grassy.heads.on_map import HeadOnMap
-from grassy.heads.request import Criterion, LossRequest
+from grassy.heads.request import LossRequest
 from grassy.heads.softtriple import SoftTripleHead
 from grassy.heads.subcenter_arcface import SubcenterArcFaceHead
 from grassy.spelling import nearest

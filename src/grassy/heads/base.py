@@ -1,6 +1,5 @@
 """The contract that every head follows: features in, logits and a loss out."""
 
-import functools
 import math
 import operator
 from collections.abc import Iterator
@@ -11,7 +10,8 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-from grassy.heads.request import Criterion, Inbox, LossRequest, recomputed
+from grassy.criteria import Criterion, ignored_label, with_classes_last
+from grassy.heads.request import Inbox, LossRequest, recomputed
 from grassy.heads.standardize import standardization, standardized
 from grassy.heads.state import KEY, decode, difference, encode
 from grassy.kernels import autocasts
@@ -80,12 +80,6 @@ class Head(nn.Module):
         check_booleans(standardize=standardize)
         self.batch_norm: nn.Module | None = standardization(in_features, device, dtype) if standardize else None
         self.inbox = Inbox()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if "inbox" not in vars(self):  # a module that an earlier version pickled
-            vars(self).pop("loss_request", None)
-            self.inbox = Inbox()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -215,8 +209,6 @@ class Head(nn.Module):
 
     def check_target(self, target: Tensor, criterion: Criterion | None = None) -> None:
         """Raise ValueError for labels out of range and for soft targets that are malformed or unsupported."""
-        keywords = getattr(criterion, "keywords", {})  # a functools.partial has them
-        ignore_index = getattr(criterion, "ignore_index", keywords.get("ignore_index", -100))
         if target.is_floating_point():
             if not self.takes_soft_targets:
                 raise ValueError(
@@ -227,7 +219,7 @@ class Head(nn.Module):
                 raise ValueError(f"soft targets must have shape (B, {self.num_classes}), got {tuple(target.shape)}")
         elif target.device.type == "cpu" and not torch.compiler.is_compiling():  # on a GPU this would synchronise
             labels = target.long()  # in uint8, ignore_index -100 would be 156
-            wrong = labels[((labels < 0) | (labels >= self.num_classes)) & (labels != ignore_index)]
+            wrong = labels[((labels < 0) | (labels >= self.num_classes)) & (labels != ignored_label(criterion))]
             if wrong.numel():
                 raise ValueError(f"labels must lie between 0 and {self.num_classes - 1}, got {int(wrong[0])}")
 
@@ -299,27 +291,6 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 def _has_extra_state(head: Head) -> bool:
     return type(head).get_extra_state is not nn.Module.get_extra_state
-
-
-def with_classes_last(criterion: Criterion, logits: Tensor, target: Tensor) -> Tensor:
-    """Apply a criterion to logits (..., C) against labels (...) or probabilities (..., C).
-
-    torch's cross-entropy expects the classes in dimension 1, and timm's criteria accept (B, C) only. Both get flattened
-    logits, one row per label. Other criteria get the logits unchanged.
-    """
-    function = criterion.func if isinstance(criterion, functools.partial) else criterion
-    cross_entropy = function is nn.functional.cross_entropy or isinstance(function, nn.CrossEntropyLoss)
-    if logits.ndim < 3 or not (cross_entropy or type(function).__module__.startswith("timm.loss")):
-        return criterion(logits, target)
-    soft = target.is_floating_point()
-    expected = logits.shape if soft else logits.shape[:-1]
-    if target.shape != expected:
-        raise ValueError(
-            f"target must have shape {tuple(expected)} for logits {tuple(logits.shape)} with the classes last, got "
-            f"{tuple(target.shape)}"
-        )
-    loss = criterion(logits.flatten(0, -2), target.flatten(0, -2) if soft else target.flatten())
-    return loss.reshape(logits.shape[:-1]) if loss.ndim else loss
 
 
 def positive_integer(name: str, value: int) -> int:

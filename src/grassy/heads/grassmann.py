@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from grassy import geometry, kernels, shards
 from grassy.heads.base import HeadOptions, check_booleans, empty_parameter, evaluating, number, positive_integer
-from grassy.heads.cross_entropy import cross_entropy_options, one_loss
 from grassy.heads.gamma import automatic_gamma
 from grassy.heads.per_class import PerClassHead
-from grassy.heads.request import Criterion, LossRequest, recomputed
+from grassy.heads.request import recomputed
 from grassy.mixed_labels import MixedLabels
 from grassy.subspaces import REFUSE_ABOVE, REPAIR_ABOVE
 
@@ -219,23 +218,20 @@ class GrassmannHead(PerClassHead):
             return super().logits(features, target)
         return kernels.subspace_logits(features, self.weight, self.gamma, normalize=self.normalize)
 
-    def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
-        """Return the criterion on the logits. With `fuse_loss`, cross-entropy is computed without storing them."""
-        options = cross_entropy_options(criterion, target) if self.fuse_loss or self.samples else None
-        if self.samples and options is not None:
-            return self.sharded_loss(self.prepare(features, target, criterion), target, **options)
-        if self.is_sharded or not one_loss(options):
-            return super().loss(features, target, criterion)
-        features = self.prepare(features, target, criterion)
-        return kernels.subspace_cross_entropy(
-            features, self.weight, target, self.gamma, normalize=self.normalize, **(options or {})
-        )
+    @property
+    def skips_logits(self) -> bool:
+        return self.is_sharded or self.samples or (self.training and self.fuse_loss)
 
     @property
     def takes_mixed_labels(self) -> bool:  # type: ignore[override]
         return super().takes_mixed_labels or self.samples
 
-    def sharded_loss(self, features: Tensor, target: Tensor | MixedLabels, **options: Any) -> Tensor:
+    def cross_entropy(self, features: Tensor, target: Tensor | MixedLabels, **options: Any) -> Tensor:
+        if not (self.is_sharded or self.samples):
+            assert isinstance(target, Tensor)
+            return kernels.subspace_cross_entropy(
+                features, self.weight, target, self.gamma, normalize=self.normalize, **options
+            )
         (weight,), shard = self.class_parameters(), self.shard
         gamma = 1.0 if isinstance(self.gamma, nn.Parameter) else self.gamma
         sampling = self._next_sampling() if self.samples else None
@@ -265,14 +261,7 @@ class GrassmannHead(PerClassHead):
         return kernels.Sampling(self.sample, self.sample_seed, update, self.sample_correct, self.weight)
 
     def has_own_loss(self) -> bool:
-        return self.fuse_loss or self.is_sharded or self.sample < 1 or type(self).loss is not GrassmannHead.loss
-
-    def answers_with_loss(self, request: LossRequest) -> bool:
-        if type(self).loss is not GrassmannHead.loss:
-            return self.training
-        # A model with several heads may average their logits, so only a single head may return its loss instead.
-        same = request.alone and one_loss(cross_entropy_options(request.criterion, request.target))
-        return same and (self.is_sharded or self.samples or (self.training and self.fuse_loss))
+        return self.fuse_loss or self.sample < 1 or super().has_own_loss()
 
     def outlier_score(self, features: Tensor) -> Tensor:
         """Return the fraction of each feature's energy outside the nearest class subspace: 1 − max_c ‖W_c x‖²/‖x‖².

@@ -5,6 +5,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from grassy.criteria import Criterion, with_classes_last
 from grassy.heads.base import (
     Head,
     HeadOptions,
@@ -13,9 +14,7 @@ from grassy.heads.base import (
     init_like_linear,
     linear,
     positive_integer,
-    with_classes_last,
 )
-from grassy.heads.request import Criterion
 
 
 class MultiHead(Head):

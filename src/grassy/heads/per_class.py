@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from grassy import shards
+from grassy.criteria import Criterion, cross_entropy_options, one_loss
 from grassy.heads.base import Head, drawn_like_linear, evaluating, positive_integer
-from grassy.heads.cross_entropy import cross_entropy_options, one_loss
-from grassy.heads.request import Criterion, LossRequest
+from grassy.heads.request import LossRequest
 from grassy.kernels import (
     product_dtype,
     sharded_cross_entropy,
@@ -74,26 +74,31 @@ class PerClassHead(Head):
         return sharded_logits(self._sent(features), target, self.class_logits, self.class_parameters(), self.shard)
 
     def loss(self, features: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
-        """Return the criterion on the logits. For sharded classes, cross-entropy is computed without gathering them."""
-        options = cross_entropy_options(criterion, target) if self.is_sharded else None
+        """Return the criterion on the logits. Cross-entropy is computed without them if `skips_logits` is set."""
+        options = cross_entropy_options(criterion, target) if self.skips_logits else None
         if options is None:
             return super().loss(features, target, criterion)
-        return self.sharded_loss(self.prepare(features, target, criterion), target, **options)
+        return self.cross_entropy(self.prepare(features, target, criterion), target, **options)
 
-    def sharded_loss(self, features: Tensor, target: Tensor | MixedLabels, **options: Any) -> Tensor:
+    @property
+    def skips_logits(self) -> bool:
+        """Whether cross-entropy is computed without all logits. In evaluation too: they may not fit into memory."""
+        return self.is_sharded
+
+    def cross_entropy(self, features: Tensor, target: Tensor | MixedLabels, **options: Any) -> Tensor:
         """Return the cross-entropy of this process's prepared features, with the options of `sharded_cross_entropy`."""
         params, shard = self.class_parameters(), self.shard
         return sharded_cross_entropy(self._sent(features), target, self.class_logits, params, shard, **options)
 
     def has_own_loss(self) -> bool:
-        return self.is_sharded or type(self).loss is not PerClassHead.loss
+        return self.skips_logits or type(self).loss is not PerClassHead.loss
 
     def answers_with_loss(self, request: LossRequest) -> bool:
-        # A model with several heads may average their logits, so only a single head may return its loss instead.
-        # In evaluation too: the logits of sharded classes may not fit into memory.
         if type(self).loss is not PerClassHead.loss:
             return super().answers_with_loss(request)
-        return self.is_sharded and request.alone and one_loss(cross_entropy_options(request.criterion, request.target))
+        # A model with several heads may average their logits, so only a single head may return its loss instead.
+        same = request.alone and one_loss(cross_entropy_options(request.criterion, request.target))
+        return same and self.skips_logits
 
     @torch.no_grad()
     def top(self, features: Tensor, count: int = 5) -> tuple[Tensor, Tensor]:

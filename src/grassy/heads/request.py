@@ -7,7 +7,7 @@ it. A head that is called inside such a backward pass finds the request again.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: A loss of logits (..., C) and a target, such as `torch.nn.functional.cross_entropy`.
-Criterion = Callable[[Tensor, Tensor], Tensor]
+from grassy.criteria import Criterion
 
 
 @dataclass(frozen=True, eq=False)

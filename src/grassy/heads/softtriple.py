@@ -5,6 +5,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from grassy.criteria import Criterion
 from grassy.heads.base import (
     Head,
     HeadOptions,
@@ -15,7 +16,6 @@ from grassy.heads.base import (
     positive_integer,
 )
 from grassy.heads.cosine import cosines
-from grassy.heads.request import Criterion
 from grassy.kernels import unit
 
 

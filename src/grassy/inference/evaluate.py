@@ -99,7 +99,7 @@ def judged(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Te
     head = heads[0]
 
     def answer(features: Tensor, target: Tensor | None = None) -> Tensor:
-        losses = head.sharded_loss(head.prepare(features), known, reduction="none")
+        losses = head.cross_entropy(head.prepare(features), known, reduction="none")
         _, classes = head.top(features, min(5, head.num_classes))
         return torch.cat([losses.double().unsqueeze(1), classes.double()], 1)
 

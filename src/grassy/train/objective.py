@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from grassy.loss import create_criterion
+from grassy.criteria import create_criterion
 from grassy.optim import make_optimizer
 from grassy.optim.joint import JointOptimizer
 from grassy.recipes.recipe import Recipe
