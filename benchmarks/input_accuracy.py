@@ -28,8 +28,8 @@ import grassy
 from benchmarks.gpu import machine, save
 from benchmarks.input import Epoch, Setting, from_grassy, from_pack, from_timm
 from grassy.data.images import arrays_from_file
-from grassy.data.loader import processors
 from grassy.data.transforms import eval_transform
+from grassy.data.worker_processes import processors
 from grassy.models import import_timm
 from grassy.terminal import bar
 from grassy.train.training_step import seed_everything

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from grassy.data.decode import read_pixels, to_rgb
 from grassy.data.images import Images
-from grassy.data.loader import collate, one_thread, seeded
+from grassy.data.loader import collate, seeded
 from grassy.data.transforms import CropTransform, train_transform
+from grassy.data.worker_processes import one_thread
 from grassy.models import import_timm
 from grassy.recipes.recipe import Recipe
 

@@ -8,13 +8,8 @@ import torch
 from PIL import Image
 
 from grassy.data.batch_transforms import Preparation
-from grassy.data.loader import (
-    Batch,
-    Failure,
-    Share,
-    ValidationLoader,
-    checked,
-)
+from grassy.data.loader import Batch, Failure, ValidationLoader, checked
+from grassy.data.order import Share
 from grassy.data.run_data import open_data
 from grassy.data.transforms import eval_transform
 from grassy.distributed.processes import Process

@@ -9,8 +9,9 @@ import pytest
 
 from grassy.data.class_folders import FolderImages, Place
 from grassy.data.images import ArrayImages
-from grassy.data.loader import WorkerLoader, processors
+from grassy.data.loader import WorkerLoader
 from grassy.data.stream_loader import StreamLoader
+from grassy.data.worker_processes import processors
 from grassy.train import input_wait
 from grassy.train.input_wait import InputWait, advice
 from grassy.train.loop import train

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from grassy.data.images import ArrayImages, Images
-from grassy.data.loader import Batch, EpochBatches, epoch_order, seed_of
+from grassy.data.loader import Batch
+from grassy.data.order import EpochBatches, epoch_order, seed_of
 from grassy.recipes.recipe import Recipe
 
 #: Datasets up to this size in bytes are kept on the device by default.
@@ -90,9 +91,6 @@ class ResidentValidation:
         self.pixels = torch.from_numpy(images.images).to(device)
         self.labels = torch.from_numpy(images.labels()).to(device)
         self.batch_size = batch_size
-
-    def __len__(self) -> int:
-        return -(-len(self.labels) // self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         for begin in range(0, len(self.labels), self.batch_size):

@@ -1,20 +1,7 @@
-"""Batches for training and validation, equal in every run with the same seed.
-
-Each image has its own seed, made from the run's seed, the epoch and the image's position in the epoch. So a batch does
-not depend on the number of workers, on the number of processes that share an epoch, or on where a run was interrupted
-and resumed.
-
-An update of the weights takes `batch_size` images: rank r of R takes every R-th of them, in `grad_accum_steps` parts.
-"""
+"""Batches for training and validation from images that can be read in any order."""
 
 import contextlib
-import ctypes
-import hashlib
-import os
 import random
-import signal
-import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,7 +12,9 @@ from torch import Tensor
 
 from grassy.data.decode import reason_for
 from grassy.data.images import Images, beyond_the_head
+from grassy.data.order import EpochBatches, Share
 from grassy.data.transforms import CropTransform, Transform
+from grassy.data.worker_processes import keep_memory, one_thread, processors, worker_options
 
 MAX_TRIES = 20
 
@@ -55,59 +44,6 @@ class Batch:
         """Called by torch's DataLoader: copies from pinned memory to a GPU are asynchronous."""
         self.images, self.labels = self.images.pin_memory(), self.labels.pin_memory()
         return self
-
-
-@dataclass(frozen=True)
-class Share:
-    """The part of every batch that this process takes."""
-
-    rank: int = 0
-    world_size: int = 1
-
-
-# --------------------------------------------------------------------------------------------------- order
-
-
-def seed_of(*parts: int) -> int:
-    """Hash integers to 63 bits, uncorrelated for similar integers."""
-    digest = hashlib.blake2b(np.array(parts, dtype=np.int64).tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def epoch_order(length: int, seed: int, epoch: int, repeats: int = 1) -> np.ndarray:
-    """Indices in the order of an epoch; with repeats, each chosen image comes several times in a row."""
-    order = np.random.default_rng(seed_of(seed, epoch)).permutation(length)
-    return order if repeats == 1 else np.repeat(order, repeats)[:length]
-
-
-class EpochBatches:
-    """Batch sampler: for each part of each update of an epoch from `start` on, a list of (index, seed)."""
-
-    def __init__(self, length: int, batch_size: int, parts: int, share: Share, seed: int, repeats: int = 1) -> None:
-        self.length, self.batch_size, self.parts, self.share = length, batch_size, parts, share
-        self.seed, self.repeats = seed, repeats
-        self.updates = length // batch_size
-        self.epoch = self.start = 0
-
-    def __len__(self) -> int:
-        return (self.updates - self.start) * self.parts
-
-    def indices_of(self, epoch: int, update: int) -> np.ndarray:
-        """Indices of the images of all processes in one update."""
-        order = epoch_order(self.length, self.seed, epoch, self.repeats)
-        return order[update * self.batch_size : (update + 1) * self.batch_size]
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        order = epoch_order(self.length, self.seed, self.epoch, self.repeats)
-        for update in range(self.start, self.updates):
-            begin = update * self.batch_size
-            places = range(begin + self.share.rank, begin + self.batch_size, self.share.world_size)
-            size = len(places) // self.parts
-            for part in range(self.parts):
-                yield [
-                    (int(order[place]), seed_of(self.seed, self.epoch, place))
-                    for place in places[part * size : (part + 1) * size]
-                ]
 
 
 # --------------------------------------------------------------------------------------------------- samples
@@ -157,20 +93,6 @@ def seeded(seed: int) -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread, as in a worker: several threads on one small image take many times as long."""
-    threads = torch.get_num_threads()
-    if threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def collate(samples: Sequence[tuple[Tensor | None, int, int, list[Failure]]]) -> Batch:
     """Collate a batch. Images that could not be read are blank, with the label −1."""
     known = next((image for image, *_ in samples if image is not None), None)
@@ -209,7 +131,7 @@ class WorkerLoader:
         self._loader = torch.utils.data.DataLoader(
             Samples(images, transform, training=True),
             batch_sampler=batches,
-            **worker_options(min(workers, processors()), device),
+            **worker_options(min(workers, processors()), device, collate),
         )
 
     @property
@@ -253,62 +175,11 @@ class ValidationLoader:
         self._loader = torch.utils.data.DataLoader(
             Samples(images, transform, training=False),
             batch_sampler=[own[i : i + batch_size] for i in range(0, len(own), batch_size)],
-            **worker_options(min(workers, processors()), device),
+            **worker_options(min(workers, processors()), device, collate),
         )
-
-    def __len__(self) -> int:
-        return len(self._loader)
 
     def __iter__(self) -> Iterator[Batch]:
         return on_device(checked(self._loader, self.num_classes, self.images.name), self.device)
-
-
-def processors() -> int:
-    """The number of CPU cores that this process may use; more workers would not help."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def worker_options(workers: int, device: torch.device) -> dict[str, Any]:
-    """Options of a DataLoader that yields `Batch`es."""
-    options: dict[str, Any] = {"collate_fn": collate, "num_workers": workers}
-    if workers:  # persistent, because starting them costs seconds
-        options |= {"persistent_workers": True, "worker_init_fn": _start_worker}
-        if sys.platform == "linux":  # Python 3.14 defaults to forkserver, but _start_worker needs fork
-            options["multiprocessing_context"] = "fork"
-    if device.type == "cuda":
-        options |= {"pin_memory": True}
-    return options
-
-
-def _start_worker(_: int) -> None:
-    torch.set_num_threads(1)
-    keep_memory()
-    # Only the main process handles Ctrl-C and SIGTERM, though Slurm, systemd and Kubernetes send them to all processes.
-    # It still needs its workers then, and ends them by its own SIGTERM if necessary. This needs fork:
-    # the main process is then the parent, and there are no threads yet that would let a SIGTERM through.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def keep_memory() -> None:
-    """Let glibc keep freed memory. By default it returns arrays of an image's size to the system.
-
-    Each page of the next array is a page fault then, with which some operations take four times as long.
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # another C library
-            libc = ctypes.CDLL("libc.so.6")
-            libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, the largest that is allowed
-            libc.mallopt(-1, 2**27)  # M_TRIM_THRESHOLD
-
-
-def _end_with_parent() -> None:
-    """Exit on a SIGTERM from the parent; ignore those of others."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
-    os._exit(0)
 
 
 def checked(

@@ -21,19 +21,10 @@ import torch
 from torch import Tensor
 
 from grassy.data.decode import open_image, reason_for, to_rgb
-from grassy.data.loader import (
-    Batch,
-    Failure,
-    Share,
-    checked,
-    collate,
-    on_device,
-    one_thread,
-    seed_of,
-    seeded,
-    worker_options,
-)
+from grassy.data.loader import Batch, Failure, checked, collate, on_device, seeded
+from grassy.data.order import Share, seed_of
 from grassy.data.transforms import Transform
+from grassy.data.worker_processes import one_thread, worker_options
 from grassy.recipes.recipe import Recipe
 from grassy.torchvision_import import import_torchvision
 
@@ -142,7 +133,7 @@ class _StreamImages(torch.utils.data.IterableDataset[tuple[Tensor, int]]):
 
 
 def _loader(images: _StreamImages, batch_size: int, device: torch.device) -> Any:
-    options = {**worker_options(images.workers, device), "collate_fn": _collate}
+    options = worker_options(images.workers, device, _collate)
     # The readers of timm take seeds from the worker, and the worker takes its seed from this generator.
     generator = torch.Generator().manual_seed(seed_of(images.seed, images.rank))
     return torch.utils.data.DataLoader(images, batch_size=batch_size, generator=generator, **options)

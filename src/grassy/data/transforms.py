@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grassy.data.augment import for_pixels
 from grassy.data.decode import Box, crop_of
+from grassy.data.pixel_policies import for_pixels
 from grassy.recipes.recipe import Recipe
 from grassy.torchvision_import import import_torchvision
 

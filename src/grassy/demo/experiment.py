@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from grassy._version import __version__
 from grassy.analysis import variability
 from grassy.atomic import write_atomically
-from grassy.data.loader import one_thread
+from grassy.data.worker_processes import one_thread
 from grassy.demo.measures import Difference, Labelled, difference, few_shot, kept, strongest_direction, style
 from grassy.demo.page import page_run, write_demo_page
 from grassy.demo.spread import Spread, spread_of

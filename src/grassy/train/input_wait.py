@@ -13,9 +13,9 @@ from typing import TypeVar
 from grassy.data.class_folders import PACKED, FolderImages
 from grassy.data.device_loader import ResidentLoader
 from grassy.data.images import ArrayImages
-from grassy.data.loader import processors
 from grassy.data.run_data import Data
 from grassy.data.stream_loader import StreamLoader
+from grassy.data.worker_processes import processors
 from grassy.recipes.recipe import Recipe
 
 #: The share of waiting from which a run reports it.

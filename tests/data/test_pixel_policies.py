@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from timm.data import auto_augment, create_transform
 
-from grassy.data.augment import MOVES, for_pixels
 from grassy.data.loader import seeded
+from grassy.data.pixel_policies import MOVES, for_pixels
 from grassy.data.transforms import train_transform
 from grassy.recipes.recipe import Recipe
 
@@ -83,7 +83,7 @@ def test_other_transforms_are_left_to_pillow():
 PAGE_FAULTS = """
 import resource, sys
 import numpy as np
-from grassy.data.augment import shear_x
+from grassy.data.pixel_policies import shear_x
 from grassy.data.loader import keep_memory
 
 if sys.argv[1] == "keep":
