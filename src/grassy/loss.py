@@ -19,7 +19,7 @@ from grassy.criteria import (
     with_classes_last,
 )
 from grassy.heads import Head, HeadOnMap, LossRequest
-from grassy.heads.request import (
+from grassy.heads.loss_request import (
     check_that_compiled_heads_are_not_recomputed,
     delivered,
     is_compiled,

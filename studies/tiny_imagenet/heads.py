@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from grassy.heads import HEADS, CosineHead, GrassmannHead, Head, LinearHead
-from grassy.heads.base import Criterion, init_like_linear, linear, number, positive, with_classes_last
+from grassy.heads.arguments import number, positive
+from grassy.heads.base import Criterion, init_like_linear, linear, with_classes_last
 from grassy.kernels import unit
 from grassy.optim.joint import MANIFOLD, JointOptimizer
 from grassy.precision import without_autocast

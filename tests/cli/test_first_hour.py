@@ -195,7 +195,7 @@ def test_random_weights_get_a_higher_learning_rate_unless_the_user_gives_one(pho
     assert not recipes[0].pretrained
 
 
-def test_a_narrow_run_of_an_earlier_version_is_resumed_with_its_k_and_its_crop(photos, capsys):
+def test_a_narrow_run_of_an_earlier_version_is_resumed_with_its_k_and_its_crop(photos):
     small = [f"model={TINY['model']}", *(f"model_kwargs.{key}={value}" for key, value in TINY["model_kwargs"].items())]
     words = ["train", "finetune", *small, "img_size=8", "workers=0", "--from-scratch", "--data-dir", "all"]
     assert main([*words, "--epochs", "1"]) == 0
@@ -209,10 +209,6 @@ def test_a_narrow_run_of_an_earlier_version_is_resumed_with_its_k_and_its_crop(p
     write_torch(state, args.parent / STATE)
     assert main(["train", "--resume", "runs/finetune", "--epochs", "2"]) == 0
     assert load_recipe(args.parent).head == {"name": "subspaces"}
-    Path("own.yaml").write_text("base: finetune\nk_share: 0.5\n")
-    capsys.readouterr()
-    assert main(["train", "own.yaml", "--data-dir", "all"]) == 2
-    assert "own.yaml: k_share is gone: give head.k, or head.name=subspaces" in capsys.readouterr().err
 
 
 def test_a_narrow_model_has_a_smaller_k_unless_it_is_given(photos):

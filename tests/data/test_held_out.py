@@ -323,7 +323,7 @@ def test_all_of_a_part_counts_if_the_run_was_given_both_parts(tmp_path, capsys):
 
 def test_weights_without_their_folder_are_validated_on_the_same_images(run, tmp_path):
     alone = shutil.copy(run / BEST, tmp_path / "alone.safetensors")
-    images, _ = open_split(read_description(alone), tmp_path / "photos", file=alone)
+    images, _ = open_split(read_description(alone), tmp_path / "photos", alone)
     assert {str(Path(images.name(i)).relative_to(tmp_path / "photos")) for i in range(len(images))} == set(
         read_split(run)
     )

@@ -30,7 +30,7 @@ from grassy.distributed.named_tensors import (
 )
 from grassy.distributed.processes import everywhere, gathered, on_rank_0, own_rank, world_size
 from grassy.distributed.saves import FORMAT, Saved, begin, finish, one_line, open_state, written_here
-from grassy.heads.state import KEY, decode, difference
+from grassy.heads.saved_options import KEY, decode, difference
 from grassy.shards import local
 
 

@@ -7,7 +7,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from grassy.heads.base import HeadOptions, empty_parameter, init_like_linear, number, positive
+from grassy.heads.arguments import number, positive
+from grassy.heads.base import HeadOptions, empty_parameter, init_like_linear
 from grassy.heads.cosine import cosines_of_units
 from grassy.heads.per_class import PerClassHead
 from grassy.kernels import unit

@@ -1,7 +1,5 @@
 """The contract that every head follows: features in, logits and a loss out."""
 
-import math
-import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypedDict
@@ -11,9 +9,10 @@ import torch.fx
 from torch import Tensor, nn
 
 from grassy.criteria import Criterion, ignored_label, with_classes_last
-from grassy.heads.request import Inbox, LossRequest, recomputed
+from grassy.heads.arguments import check_booleans, number, positive_integer
+from grassy.heads.loss_request import Inbox, LossRequest, recomputed
+from grassy.heads.saved_options import KEY, decode, difference, encode
 from grassy.heads.standardize import standardization, standardized
-from grassy.heads.state import KEY, decode, difference, encode
 from grassy.kernels import autocasts
 
 
@@ -229,7 +228,7 @@ class Head(nn.Module):
         return {"dropout": self.dropout, "standardize": self.batch_norm is not None}
 
     def get_extra_state(self) -> Tensor:
-        """Return the options that its logits depend on, encoded as a tensor: see `grassy.heads.state`."""
+        """Return the options that its logits depend on, encoded as a tensor: see `grassy.heads.saved_options`."""
         return encode(self._logit_values())
 
     def set_extra_state(self, state: Any) -> None:
@@ -291,48 +290,6 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 def _has_extra_state(head: Head) -> bool:
     return type(head).get_extra_state is not nn.Module.get_extra_state
-
-
-def positive_integer(name: str, value: int) -> int:
-    """Return the value as an int, also for NumPy integers; raise a ValueError that names the argument otherwise."""
-    try:
-        found = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        found = 0
-    if found < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return found
-
-
-def number(value: Any) -> float:
-    """Return a Python, NumPy or tensor scalar as a float, and NaN for anything else, such as True, None and text."""
-    if isinstance(value, bool | str | bytes) or "bool" in str(getattr(value, "dtype", "")):
-        return math.nan
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor with several elements
-        return math.nan
-
-
-def positive(name: str, value: float) -> float:
-    """Return the value as a float; raise a ValueError that names the argument unless it is positive and finite."""
-    if not 0 < number(value) < math.inf:
-        raise ValueError(f"{name} must be positive, got {value!r}")
-    return float(value)
-
-
-def nonnegative(name: str, value: float) -> float:
-    """Return the value as a float; raise a ValueError that names the argument unless it is >= 0 and finite."""
-    if not 0 <= number(value) < math.inf:
-        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
-    return float(value)
-
-
-def check_booleans(**options: Any) -> None:
-    """Raise TypeError for an option that is not a boolean: the string "no" would count as True."""
-    for name, value in options.items():
-        if type(value).__name__ not in ("bool", "bool_"):  # NumPy 1 calls its boolean type bool_, NumPy 2 bool
-            raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def as_one_operation(module: nn.Module, *inputs: Any) -> Any:

@@ -5,14 +5,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from grassy.heads.base import (
-    HeadOptions,
-    check_booleans,
-    empty_parameter,
-    init_like_linear,
-    linear,
-    positive,
-)
+from grassy.heads.arguments import check_booleans, positive
+from grassy.heads.base import HeadOptions, empty_parameter, init_like_linear, linear
 from grassy.heads.per_class import PerClassHead
 from grassy.kernels import unit
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from grassy import geometry, kernels, shards
-from grassy.heads.base import HeadOptions, check_booleans, empty_parameter, evaluating, number, positive_integer
+from grassy.heads.arguments import check_booleans, number, positive_integer
+from grassy.heads.base import HeadOptions, empty_parameter, evaluating
 from grassy.heads.gamma import automatic_gamma
+from grassy.heads.loss_request import recomputed
 from grassy.heads.per_class import PerClassHead
-from grassy.heads.request import recomputed
 from grassy.mixed_labels import MixedLabels
 from grassy.subspaces import REFUSE_ABOVE, REPAIR_ABOVE
 

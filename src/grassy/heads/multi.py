@@ -6,15 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from grassy.criteria import Criterion, with_classes_last
-from grassy.heads.base import (
-    Head,
-    HeadOptions,
-    check_booleans,
-    empty_parameter,
-    init_like_linear,
-    linear,
-    positive_integer,
-)
+from grassy.heads.arguments import check_booleans, positive_integer
+from grassy.heads.base import Head, HeadOptions, empty_parameter, init_like_linear, linear
 
 
 class MultiHead(Head):

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from grassy import shards
 from grassy.criteria import Criterion, cross_entropy_options, one_loss
-from grassy.heads.base import Head, drawn_like_linear, evaluating, positive_integer
-from grassy.heads.request import LossRequest
+from grassy.heads.arguments import positive_integer
+from grassy.heads.base import Head, drawn_like_linear, evaluating
+from grassy.heads.loss_request import LossRequest
 from grassy.kernels import (
     product_dtype,
     sharded_cross_entropy,

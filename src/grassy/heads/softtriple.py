@@ -6,15 +6,8 @@ import torch
 from torch import Tensor
 
 from grassy.criteria import Criterion
-from grassy.heads.base import (
-    Head,
-    HeadOptions,
-    empty_parameter,
-    init_like_linear,
-    nonnegative,
-    positive,
-    positive_integer,
-)
+from grassy.heads.arguments import nonnegative, positive, positive_integer
+from grassy.heads.base import Head, HeadOptions, empty_parameter, init_like_linear
 from grassy.heads.cosine import cosines
 from grassy.kernels import unit
 

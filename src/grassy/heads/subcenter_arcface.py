@@ -5,7 +5,8 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from grassy.heads.arcface import ArcFaceHead
-from grassy.heads.base import HeadOptions, empty_parameter, positive_integer
+from grassy.heads.arguments import positive_integer
+from grassy.heads.base import HeadOptions, empty_parameter
 from grassy.heads.cosine import cosines_of_units
 
 

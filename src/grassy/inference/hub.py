@@ -19,7 +19,7 @@ from torch import nn
 from grassy.atomic import write_atomically
 from grassy.distributed.saves import MANIFEST
 from grassy.heads import Head, check_head_options, describe, heads_of
-from grassy.heads.state import KEY
+from grassy.heads.saved_options import KEY
 from grassy.inference.model_card import is_unedited, model_card, sealed
 from grassy.models import import_timm, without_pretrained
 from grassy.recipes.files import ARGS

@@ -14,7 +14,7 @@ from grassy.distributed.state import load_tensors
 from grassy.extras import needs
 from grassy.heads import heads_of
 from grassy.heads.per_class import PerClassHead
-from grassy.heads.state import options_in
+from grassy.heads.saved_options import options_in
 from grassy.inference.hub import check_described_head, load_adapters, load_transformers
 from grassy.models import create_model, without_pretrained
 from grassy.runs.hub import base_of_adapters, is_of_transformers, local_folder, read_config

@@ -99,8 +99,6 @@ def read_settings(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any
     own = parse_yaml(text, place) or {}
     if not isinstance(own, dict):
         raise ValueError(f"{place} must hold keys and values, not a {type(own).__name__}")
-    if "k_share" in own and Path(place).name != ARGS:
-        raise ValueError(f"{place}: k_share is gone: give head.k, or head.name=subspaces, which limits its own k")
     if Path(place).name == ARGS:
         own = of_this_version(own)
     base = own.pop("base", None)

@@ -101,7 +101,7 @@ def analyze(
     file = weights_file(Path(run))
     about = read_description(file)
     data_dir = where_images_are(file, about, data_dir, dataset)
-    images, recipe = open_split(about, data_dir, split, dataset, file)
+    images, recipe = open_split(about, data_dir, file, split, dataset)
     where = find_device(device)
     source = open_model(str(file), where)
     classifiers = feature_classifiers(source)
@@ -173,7 +173,7 @@ def name_examples(measured: dict[str, Any], images: Images, unreadable: Sequence
 def _training_images(file: Path, about: Description, data_dir: Path | None, recipe: Recipe) -> list[int] | None:
     """The number of training images per class; None if there is no training set or its labels are unknown."""
     try:
-        images, _ = open_split(about, data_dir, recipe.train_split, recipe.dataset, file)
+        images, _ = open_split(about, data_dir, file, recipe.train_split, recipe.dataset)
     except ValueError:
         return None
     labels = None if images is None else images.labels()
@@ -203,9 +203,9 @@ def gone_folder(run: Path) -> Path | None:
 def open_split(
     about: Description,
     data_dir: Path | None,
+    file: Path,
     split: str | None = None,
     dataset: str | None = None,
-    file: Path | None = None,
 ) -> tuple[Images | None, Recipe]:
     """The labelled images to measure a model on, or None if their folder is unknown, and the recipe to read them with.
 
@@ -218,7 +218,7 @@ def open_split(
         raise ValueError(f"{recipe.dataset} is a stream, which cannot be analyzed: give another --dataset")
     if data_dir is None and split is None and dataset is None and recipe.dataset != "digits":
         return None, recipe
-    return run_images(file or Path("the file"), about, recipe, data_dir)[0], recipe
+    return run_images(file, about, recipe, data_dir)[0], recipe
 
 
 def read_analysis(path: Path) -> dict[str, Any]:

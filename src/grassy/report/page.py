@@ -151,7 +151,7 @@ def open_run(run: Path, name: str, data_dir: Path | None, split: str | None, dev
     file = weights_file(run)
     about = read_description(file)
     data_dir = where_images_are(file, about, data_dir)
-    images, recipe = open_split(about, data_dir, split, file=file)
+    images, recipe = open_split(about, data_dir, file, split)
     analysis = _current_analysis(file, data_dir, split, wants_data=images is not None)
     if analysis is None:
         analysis = analyze(run, data_dir, split, device)
@@ -159,7 +159,7 @@ def open_run(run: Path, name: str, data_dir: Path | None, split: str | None, dev
     if images is not None and analysis.get("examples") is not None:
         measured = analysis["data"]["split"]
         if measured != recipe.val_split:  # an earlier analysis: show the images that it measured
-            images = open_split(about, data_dir, measured, file=file)[0] or images
+            images = open_split(about, data_dir, file, measured)[0] or images
         room = MOST_CHARACTERS - len(json.dumps(analysis))
         pictures = thumbnails(images, analysis["examples"], budget=min(BUDGET, room))
     return PageRun(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from grassy.heads import GrassmannHead, Head, heads_of
 from grassy.heads.gamma import automatic_gamma
-from grassy.heads.state import KEY, difference, options_in
+from grassy.heads.saved_options import KEY, difference, options_in
 from grassy.models import create_model
 from grassy.recipes.recipe import Recipe
 from grassy.runs.weights import read_description, read_weights, weights_file

@@ -14,7 +14,7 @@ from torch.optim import swa_utils
 
 import grassy
 from grassy.heads import HEADS, create_head
-from grassy.heads.state import KEY, MOST_BYTES, decode, encode, options_in
+from grassy.heads.saved_options import KEY, MOST_BYTES, decode, encode, options_in
 from grassy.models import import_timm
 from grassy.runs.weights import Description, save_weights
 from grassy.train.model import start_from
