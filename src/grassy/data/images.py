@@ -9,13 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from grassy.data.class_folders import is_hidden, open_files
+from grassy.data.class_folders import open_files
 from grassy.data.decode import Crop, crop_of, read_pixels
-from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, advice
+from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, folder_of_split, npz_of_split, split_names
 from grassy.data.torchvision_images import TorchvisionImages
 from grassy.recipes.values import check_dataset
 from grassy.schema import open_regular
-from grassy.spelling import nearest
 from grassy.torchvision_import import import_torchvision
 
 
@@ -64,9 +63,9 @@ def open_images(dataset: str, data_dir: Path | None, split: str, class_names: Se
     if not dataset.startswith("hfds/") and not data_dir.exists():
         raise ValueError(f"--data-dir {data_dir} does not exist")
     if dataset == "":
-        if data_dir.suffix == ".npz" or (data_dir.is_dir() and _npz(data_dir, split)):
+        if data_dir.suffix == ".npz" or (data_dir.is_dir() and npz_of_split(data_dir, split)):
             return arrays_from_file(data_dir, split, class_names)
-        root = _split_folder(data_dir, split) if data_dir.is_dir() else data_dir
+        root = folder_of_split(data_dir, split) if data_dir.is_dir() else data_dir
         return open_files(root, class_names)
     return _in_the_order_of(_from_timm(dataset, data_dir, split), class_names, dataset)
 
@@ -127,9 +126,9 @@ def arrays_from_file(path: Path, split: str, class_names: Sequence[str] | None =
         split: The name of the split.
         class_names: Those of the training set, whose class indices the labels get.
     """
-    file = path if path.suffix == ".npz" else _npz(path, split)
+    file = path if path.suffix == ".npz" else npz_of_split(path, split)
     if file is None:
-        raise ValueError(f"{path} has no file {' or '.join(f'{name}.npz' for name in _split_names(split))}")
+        raise ValueError(f"{path} has no file {' or '.join(f'{name}.npz' for name in split_names(split))}")
     try:
         with open_regular(file) as stream, np.load(stream, allow_pickle=False) as arrays:
             images, labels = (
@@ -270,33 +269,6 @@ class Joined:
     def labels(self) -> np.ndarray | None:
         labels = [part.labels() for part in self.parts]
         return None if any(part is None for part in labels) else np.concatenate(labels)  # type: ignore[arg-type]
-
-
-# --------------------------------------------------------------------------------------------------- splits
-
-
-def _split_names(split: str) -> list[str]:
-    for synonyms in (TRAIN_NAMES, VALIDATION_NAMES):
-        if split in synonyms:
-            return [split, *(name for name in synonyms if name != split)]
-    return [split]
-
-
-def _npz(folder: Path, split: str) -> Path | None:
-    return next((folder / f"{name}.npz" for name in _split_names(split) if (folder / f"{name}.npz").is_file()), None)
-
-
-def _split_folder(root: Path, split: str) -> Path:
-    """The folder or tar of a split. Without one, timm would use the whole tree, mixing validation with training."""
-    for name in _split_names(split):
-        for candidate in (root / name, root / f"{name}.tar"):
-            if candidate.exists():
-                return candidate
-    found = sorted(entry.name for entry in root.iterdir() if not is_hidden(entry.name))[:5]
-    names = _split_names(split)
-    wanted = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
-    listing = f"found {', '.join(found)}{' ...' if len(found) == 5 else ''}" if found else "it is empty"
-    raise ValueError(f"{root} has no folder {wanted}{nearest(split, found)}; {listing}{advice(root)}")
 
 
 def check_labels(images: Images, num_classes: int, what: str, hint: str = "") -> None:

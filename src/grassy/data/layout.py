@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grassy.data.class_folders import image_suffixes, is_hidden
+from grassy.spelling import nearest
 
 TRAIN_NAMES = ("train", "training")
 VALIDATION_NAMES = ("val", "valid", "validation", "eval", "evaluation", "test")
@@ -17,6 +18,32 @@ def split_place(folder: Path, names: Sequence[str]) -> Path | None:
             if place.is_file() or (place.is_dir() and not holds_images(place)):
                 return place
     return None
+
+
+def split_names(split: str) -> list[str]:
+    """The split, and its synonyms after it."""
+    for synonyms in (TRAIN_NAMES, VALIDATION_NAMES):
+        if split in synonyms:
+            return [split, *(name for name in synonyms if name != split)]
+    return [split]
+
+
+def npz_of_split(folder: Path, split: str) -> Path | None:
+    """The arrays of a split."""
+    return next((folder / f"{name}.npz" for name in split_names(split) if (folder / f"{name}.npz").is_file()), None)
+
+
+def folder_of_split(root: Path, split: str) -> Path:
+    """The folder or tar of a split. Without one, timm would use the whole tree, mixing validation with training."""
+    for name in split_names(split):
+        for candidate in (root / name, root / f"{name}.tar"):
+            if candidate.exists():
+                return candidate
+    found = sorted(entry.name for entry in root.iterdir() if not is_hidden(entry.name))[:5]
+    names = split_names(split)
+    wanted = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+    listing = f"found {', '.join(found)}{' ...' if len(found) == 5 else ''}" if found else "it is empty"
+    raise ValueError(f"{root} has no folder {wanted}{nearest(split, found)}; {listing}{advice(root)}")
 
 
 def holds_images(folder: Path) -> bool:
