@@ -77,7 +77,6 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from grassy.inference.validate import in_files
     from grassy.models import check_name
     from grassy.recipes.files import load_recipe, run_name
     from grassy.runs.records import data_is_gone, remembered_data_dir
@@ -101,10 +100,10 @@ def run(args: argparse.Namespace) -> int:
     data_dir = args.data_dir
     if data_dir is None and args.resume and recipe.dataset != "digits":
         data_dir = remembered_data_dir(resumed or output)
-        if data_dir is not None and in_files(recipe) and not data_dir.exists():
+        if data_dir is not None and recipe.reads_files and not data_dir.exists():
             raise ValueError(data_is_gone(data_dir))
     check_name(recipe.model)  # before an --output that exists is refused: another folder would not fix a wrong name
-    if in_files(recipe):
+    if recipe.reads_files:
         if data_dir is None:
             raise ValueError("where are the images? give --data-dir")
         if not data_dir.exists():

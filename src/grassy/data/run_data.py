@@ -12,7 +12,7 @@ from grassy.data.held_out import set_to_split, split
 from grassy.data.images import ArrayImages, Images, check_labels, number_of_classes, open_images
 from grassy.data.loader import ValidationLoader, WorkerLoader
 from grassy.data.order import EpochBatches, Share
-from grassy.data.stream_loader import STREAMS, StreamLoader, StreamValidation
+from grassy.data.stream_loader import StreamLoader, StreamValidation
 from grassy.data.transforms import Transform, eval_transform, train_transform
 from grassy.distributed.processes import Process
 from grassy.recipes.recipe import Recipe
@@ -46,7 +46,7 @@ def open_data(recipe: Recipe, data_dir: Path | None, process: Process, recorded:
     recorded: the keys that a resumed run has held out; None to draw them.
     """
     share = Share(process.rank, process.world_size)
-    if recipe.dataset.startswith(STREAMS):
+    if recipe.is_stream:
         return _streams(recipe, data_dir, process, share)
     place = set_to_split(recipe, data_dir)
     if recipe.dataset == "" and data_dir is not None and data_dir.is_file() and place is None:

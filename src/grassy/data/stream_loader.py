@@ -28,9 +28,6 @@ from grassy.data.worker_processes import one_thread, worker_options
 from grassy.recipes.recipe import Recipe
 from grassy.torchvision_import import import_torchvision
 
-WEBDATASET = "wds/"
-STREAMS = (WEBDATASET, "hfids/", "tfds/")
-
 
 class StreamLoader:
     """Training batches of a stream."""
@@ -107,7 +104,7 @@ class _StreamImages(torch.utils.data.IterableDataset[tuple[Tensor, int]]):
             )
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"{recipe.dataset}: {error}") from None
-        self.is_webdataset = recipe.dataset.startswith(WEBDATASET)
+        self.is_webdataset = recipe.dataset.startswith("wds/")
         self.stream, self.reader, self.transform, self.training = stream, stream.reader, transform, training
         self.seed, self.rank, self.workers = recipe.seed, share.rank, recipe.workers
         self._epoch = multiprocessing.Value("q", 0)  # workers live for several epochs

@@ -131,7 +131,7 @@ def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     found = {}
     for prefix, module in model.named_modules():
         if isinstance(module, PerClassHead):
-            for name in module.class_names:
+            for name in module.class_parameter_names:
                 if shards.is_sharded(p := getattr(module, name)):
                     found[f"{prefix}.{name}" if prefix else name] = p
     return found
@@ -142,7 +142,7 @@ def _shard(head: PerClassHead, mesh: DeviceMesh, seed: int) -> None:
 
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else mesh.device_type
     start, stop = shards.bounds(head.num_classes, mesh.get_local_rank(), mesh.size())
-    for number, name in enumerate(head.class_names):
+    for number, name in enumerate(head.class_parameter_names):
         p = getattr(head, name)
         if p is None:
             continue
@@ -202,7 +202,7 @@ def _create_the_rest(head: Head, device: Any) -> None:
 
 def _divide_what_is_loaded(head: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replace whole weights in a state_dict by this process's shards, so that a sharded head can load them."""
-    for name in head.class_names:  # type: ignore[union-attr]
+    for name in head.class_parameter_names:  # type: ignore[union-attr]
         p, value = getattr(head, str(name)), state_dict.get(f"{prefix}{name}")
         if isinstance(value, Tensor) and not shards.is_dtensor(value) and p is not None and value.shape == p.shape:
             state_dict[f"{prefix}{name}"] = shards.sharded_like(value, p)

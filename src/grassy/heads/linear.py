@@ -26,7 +26,7 @@ class LinearHead(PerClassHead):
     # No option changes the logits in evaluation, so the state_dict can have the keys of nn.Linear alone.
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
-    class_names = ("weight", "bias")
+    class_parameter_names = ("weight", "bias")
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ class PerClassHead(Head):
     """
 
     #: Names of the parameters (C, ...) with one row per class.
-    class_names: tuple[str, ...] = ("weight",)
+    class_parameter_names: tuple[str, ...] = ("weight",)
     weight: nn.Parameter
     #: Whether the classes are sharded over processes. The weight alone does not tell: FSDP shards it too, except in a
     #: forward.
@@ -65,7 +65,7 @@ class PerClassHead(Head):
 
     def class_parameters(self) -> list[Tensor]:
         """The parameters of the classes that this process holds."""
-        found = [getattr(self, name) for name in self.class_names]
+        found = [getattr(self, name) for name in self.class_parameter_names]
         return [shards.local(p) if self.is_sharded else p for p in found if p is not None]
 
     def logits(self, features: Tensor, target: Tensor | None = None) -> Tensor:

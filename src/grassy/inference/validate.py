@@ -11,13 +11,11 @@ from grassy.data.batch_transforms import Preparation
 from grassy.data.images import Images
 from grassy.data.run_data import open_validation
 from grassy.data.run_images import data_dir_of, run_images, run_recipe
-from grassy.data.stream_loader import STREAMS
 from grassy.distributed import processes
 from grassy.inference.evaluate import Metrics, evaluate
 from grassy.inference.load import load, load_sharded
 from grassy.precision import amp_dtype
 from grassy.recipes.changes import with_changes
-from grassy.recipes.recipe import Recipe
 from grassy.runs.paper_row import paper_row
 from grassy.runs.records import data_is_gone
 from grassy.runs.weights import check_rgb, read_description, weights_file
@@ -56,12 +54,12 @@ def validate(
     changes = {"val_batch_size": batch_size, "workers": workers}
     recipe = with_changes(recipe, {name: value for name, value in changes.items() if value is not None})
     given, data_dir = data_dir, data_dir_of(file, recipe, data_dir, dataset)
-    if given is None and data_dir is not None and in_files(recipe) and not data_dir.exists():
+    if given is None and data_dir is not None and recipe.reads_files and not data_dir.exists():
         raise ValueError(data_is_gone(data_dir))
     with processes.joined(device) as process:
         images: Images | None = None
         notes: list[str] = []
-        if not recipe.dataset.startswith(STREAMS):
+        if not recipe.is_stream:
             images, notes = run_images(file, description, recipe, data_dir)
         batches, own_batches = open_validation(recipe, data_dir, images, description.num_classes, process)
         several_load = file.is_dir() and process.world_size > 1
@@ -81,11 +79,6 @@ def validate(
     for failure in failures:
         print(f"cannot read {failure.name}: {failure.reason}", file=sys.stderr)
     return metrics
-
-
-def in_files(recipe: Recipe) -> bool:
-    """Whether a recipe reads its images from --data-dir. Otherwise a library provides them."""
-    return recipe.dataset != "digits" and not recipe.dataset.startswith((*STREAMS, "hfds/"))
 
 
 def paper_figures(checkpoint: Path) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
-from grassy.recipes.values import check_head_settings, check_values, typed_value
+from grassy.recipes.values import STREAMS, check_head_settings, check_values, typed_value
 from grassy.schema import check_head, check_model_kwargs, check_recipe
 
 #: Fields in which a run may differ from its row of the paper: how and where it runs, and how its data is opened.
@@ -127,6 +127,16 @@ class Recipe:
         check_head_settings(**self.head)
         check_head("head", self.head)
         check_recipe("recipe", self.to_dict())
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the images can only be read in order."""
+        return self.dataset.startswith(STREAMS)
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether the images are read from --data-dir. Otherwise a library provides them."""
+        return self.dataset != "digits" and not self.dataset.startswith((*STREAMS, "hfds/"))
 
     @property
     def mixes(self) -> bool:

@@ -32,7 +32,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 #: Prefixes of timm readers. timm would take any other name for a folder of images, and find no splits in it.
-READERS = ("torch/", "hfds/", "hfids/", "tfds/", "wds/")
+#: Readers of timm that read images in order, shard by shard.
+STREAMS = ("wds/", "hfids/", "tfds/")
+READERS = ("torch/", "hfds/", *STREAMS)
 
 POSITIVE: tuple[str, ...] = ("epochs", "batch_size", "grad_accum_steps", "img_size", "aug_repeats", "val_interval")
 POSITIVE += ("val_batch_size", "test_size", "num_classes")

@@ -13,7 +13,6 @@ from grassy import schema
 from grassy.atomic import file_digest, write_atomically
 from grassy.data.images import Images
 from grassy.data.run_images import data_dir_of, run_images, run_recipe
-from grassy.data.stream_loader import STREAMS
 from grassy.distributed.processes import find_device
 from grassy.inference.feature_models import open_model
 from grassy.inference.features import extract, feature_classifiers
@@ -187,7 +186,7 @@ def where_images_are(file: Path, about: Description, data_dir: Path | None, data
     """The given folder, or else the folder that the run was trained on, if it still exists."""
     recipe = run_recipe(about)
     found = data_dir_of(file, recipe, data_dir, dataset)
-    if data_dir is None and (recipe.dataset.startswith(STREAMS) or found is None or not found.exists()):
+    if data_dir is None and (recipe.is_stream or found is None or not found.exists()):
         return None
     return found
 
@@ -197,7 +196,7 @@ def gone_folder(run: Path) -> Path | None:
     file = weights_file(run)
     recipe = run_recipe(read_description(file))
     found = data_dir_of(file, recipe, None)
-    return None if found is None or found.exists() or recipe.dataset.startswith(STREAMS) else found
+    return None if found is None or found.exists() or recipe.is_stream else found
 
 
 def open_split(
@@ -212,7 +211,7 @@ def open_split(
     file: the weights. A run that split its data recorded the split beside them.
     """
     recipe = run_recipe(about, split, dataset)
-    if recipe.dataset.startswith(STREAMS):
+    if recipe.is_stream:
         if data_dir is None and split is None:
             return None, recipe
         raise ValueError(f"{recipe.dataset} is a stream, which cannot be analyzed: give another --dataset")
