@@ -49,10 +49,10 @@ from benchmarks import input_stages
 from benchmarks.gpu import machine, save
 from grassy.data.batch_transforms import Preparation
 from grassy.data.class_folders import open_files
-from grassy.data.loader import WorkerLoader
 from grassy.data.order import EpochBatches, Share
 from grassy.data.pack import pack
 from grassy.data.transforms import train_transform
+from grassy.data.worker_loader import WorkerLoader
 from grassy.data.worker_processes import processors
 from grassy.models import import_timm
 from grassy.recipes.recipe import Recipe

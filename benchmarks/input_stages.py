@@ -17,10 +17,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from grassy.data.batch import collate
 from grassy.data.decode import read_pixels, to_rgb
 from grassy.data.images import Images
-from grassy.data.loader import collate, seeded
 from grassy.data.transforms import CropTransform, train_transform
+from grassy.data.worker_loader import seeded
 from grassy.data.worker_processes import one_thread
 from grassy.models import import_timm
 from grassy.recipes.recipe import Recipe

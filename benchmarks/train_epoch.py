@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import grassy
-from grassy.data.device_loader import ResidentLoader
+from grassy.data.resident_loader import ResidentLoader
 from grassy.distributed.processes import Process, find_device
 from grassy.recipes.changes import with_changes
 from grassy.recipes.files import load_recipe

@@ -17,9 +17,9 @@ from torch import Tensor
 from grassy import analysis, geometry
 from grassy.data.batch_transforms import Preparation
 from grassy.data.images import ArrayImages, Images
-from grassy.data.loader import ValidationLoader
 from grassy.data.order import Share
 from grassy.data.transforms import eval_transform
+from grassy.data.worker_loader import ValidationLoader
 from grassy.inference.feature_models import FeatureModel, open_model
 from grassy.precision import amp_dtype
 from grassy.recipes.recipe import Recipe

@@ -11,12 +11,13 @@ import torch
 from PIL import Image
 
 from grassy.data import class_folders as files
+from grassy.data.batch import Failure
 from grassy.data.batch_transforms import Preparation
-from grassy.data.device_loader import ResidentLoader
 from grassy.data.images import ArrayImages, open_images
-from grassy.data.loader import Failure, Samples, seeded
 from grassy.data.order import EpochBatches, Share, epoch_order, seed_of
+from grassy.data.resident_loader import ResidentLoader
 from grassy.data.run_data import open_data, open_validation
+from grassy.data.worker_loader import Samples, seeded
 from grassy.distributed.processes import Process
 from grassy.inference.validate import validate
 from grassy.recipes.changes import with_changes

@@ -7,11 +7,12 @@ import pytest
 import torch
 from PIL import Image
 
+from grassy.data.batch import Batch, Failure, checked
 from grassy.data.batch_transforms import Preparation
-from grassy.data.loader import Batch, Failure, ValidationLoader, checked
 from grassy.data.order import Share
 from grassy.data.run_data import open_data
 from grassy.data.transforms import eval_transform
+from grassy.data.worker_loader import ValidationLoader
 from grassy.distributed.processes import Process
 from grassy.inference.evaluate import evaluate
 from training_cases import tiny_folders, tiny_recipe

@@ -12,8 +12,8 @@ from PIL import Image
 
 from grassy.data import decode
 from grassy.data.decode import Box, read_pixels
-from grassy.data.loader import Samples, seeded
 from grassy.data.transforms import train_transform
+from grassy.data.worker_loader import Samples, seeded
 from grassy.recipes.recipe import Recipe
 
 simplejpeg = pytest.importorskip("simplejpeg")

@@ -20,8 +20,8 @@ from PIL import Image
 from grassy.data.class_folders import open_files, walk
 from grassy.data.decode import read_rgb, reason_for
 from grassy.data.images import open_images
-from grassy.data.loader import Samples
 from grassy.data.run_data import open_data
+from grassy.data.worker_loader import Samples
 from grassy.distributed.processes import Process
 from grassy.spelling import natural_key
 from grassy.torchvision_import import import_torchvision

@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
+from grassy.data.batch import Batch, on_device
 from grassy.data.decode import to_rgb
 from grassy.data.images import open_images
-from grassy.data.loader import Batch, on_device
 from grassy.data.run_data import open_data, open_validation
 from grassy.data.worker_processes import processors
 from grassy.distributed.processes import Process

@@ -23,9 +23,9 @@ from grassy.data import pack as packing
 from grassy.data.decode import Box, plain_file, read_pixels
 from grassy.data.held_out import recorded_keys, split
 from grassy.data.images import open_images
-from grassy.data.loader import Samples
 from grassy.data.pack import pack, reduced_size
 from grassy.data.transforms import train_transform
+from grassy.data.worker_loader import Samples
 from grassy.recipes.recipe import Recipe
 from training_cases import tiny_folders, tiny_recipe
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from timm.data import auto_augment, create_transform
 
-from grassy.data.loader import seeded
 from grassy.data.pixel_policies import MOVES, for_pixels
 from grassy.data.transforms import train_transform
+from grassy.data.worker_loader import seeded
 from grassy.recipes.recipe import Recipe
 
 FILL = (124, 116, 104)
@@ -84,7 +84,7 @@ PAGE_FAULTS = """
 import resource, sys
 import numpy as np
 from grassy.data.pixel_policies import shear_x
-from grassy.data.loader import keep_memory
+from grassy.data.worker_loader import keep_memory
 
 if sys.argv[1] == "keep":
     keep_memory()

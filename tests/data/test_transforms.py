@@ -5,8 +5,8 @@ import pytest
 from PIL import Image
 from timm.data import create_transform
 
-from grassy.data.loader import seeded
 from grassy.data.transforms import eval_transform, train_transform
+from grassy.data.worker_loader import seeded
 from grassy.recipes.recipe import Recipe
 
 

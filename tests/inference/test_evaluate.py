@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from grassy.data.batch import Batch, Failure
 from grassy.data.batch_transforms import Preparation
-from grassy.data.loader import Batch, Failure
 from grassy.heads import GrassmannHead
 from grassy.inference.evaluate import evaluate
 from ranks import on_ranks

@@ -9,8 +9,8 @@ import pytest
 
 from grassy.data.class_folders import FolderImages, Place
 from grassy.data.images import ArrayImages
-from grassy.data.loader import WorkerLoader
 from grassy.data.stream_loader import StreamLoader
+from grassy.data.worker_loader import WorkerLoader
 from grassy.data.worker_processes import processors
 from grassy.train import input_wait
 from grassy.train.input_wait import InputWait, advice
@@ -65,7 +65,7 @@ def test_an_epoch_without_batches_has_a_share(clock):
 
 
 def slow_loading(monkeypatch, seconds):
-    from grassy.data.loader import Samples
+    from grassy.data.worker_loader import Samples
 
     original = Samples.__getitem__
 

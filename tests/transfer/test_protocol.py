@@ -12,8 +12,8 @@ from PIL import Image
 import grassy
 from grassy.atomic import TEMPORARY
 from grassy.cli import main
+from grassy.data.batch import Failure
 from grassy.data.images import ArrayImages
-from grassy.data.loader import Failure
 from grassy.inference.feature_models import FeatureModel
 from grassy.inference.features import Features
 from grassy.train.loop import train

@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 
 from grassy.atomic import TEMPORARY, sync_folder
+from grassy.data.batch import Failure
 from grassy.data.class_folders import PACKED, FolderImages, open_files
 from grassy.data.decode import Box, plain_file, reason_for
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, advice, holds_images, split_place
-from grassy.data.loader import Failure
 from grassy.data.worker_processes import processors
 from grassy.terminal import bar
 

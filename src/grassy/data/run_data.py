@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from grassy.data.class_folders import MORE_SUFFIXES, FolderImages
-from grassy.data.device_loader import SMALL_ENOUGH, ResidentLoader, ResidentValidation, unfit
 from grassy.data.held_out import set_to_split, split
 from grassy.data.images import ArrayImages, Images, check_labels, number_of_classes, open_images
-from grassy.data.loader import ValidationLoader, WorkerLoader
 from grassy.data.order import EpochBatches, Share
+from grassy.data.resident_loader import SMALL_ENOUGH, ResidentLoader, ResidentValidation, unfit
 from grassy.data.stream_loader import StreamLoader, StreamValidation
 from grassy.data.transforms import Transform, eval_transform, train_transform
+from grassy.data.worker_loader import ValidationLoader, WorkerLoader
 from grassy.distributed.processes import Process
 from grassy.recipes.recipe import Recipe
 

@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grassy.data.batch import Batch, Failure, checked, collate, on_device
 from grassy.data.decode import open_image, reason_for, to_rgb
-from grassy.data.loader import Batch, Failure, checked, collate, on_device, seeded
 from grassy.data.order import Share, seed_of
 from grassy.data.transforms import Transform
+from grassy.data.worker_loader import seeded
 from grassy.data.worker_processes import one_thread, worker_options
 from grassy.recipes.recipe import Recipe
 from grassy.torchvision_import import import_torchvision

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from grassy.data.batch import Batch, Failure
 from grassy.data.batch_transforms import Preparation
-from grassy.data.loader import Batch, Failure
 from grassy.distributed import processes
 from grassy.heads import heads_of
 from grassy.heads.base import evaluating

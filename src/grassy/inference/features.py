@@ -22,12 +22,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from grassy.atomic import TEMPORARY, write_atomically
+from grassy.data.batch import Failure
 from grassy.data.batch_transforms import Preparation
 from grassy.data.class_folders import FolderImages
 from grassy.data.images import ArrayImages, Images, Joined
-from grassy.data.loader import Failure, ValidationLoader
 from grassy.data.order import Share
 from grassy.data.transforms import Transform, eval_transform
+from grassy.data.worker_loader import ValidationLoader
 from grassy.inference.feature_models import FeatureModel
 from grassy.surgery import find_classifiers
 from grassy.terminal import bar

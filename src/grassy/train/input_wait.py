@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from grassy.data.class_folders import PACKED, FolderImages
-from grassy.data.device_loader import ResidentLoader
 from grassy.data.images import ArrayImages
+from grassy.data.resident_loader import ResidentLoader
 from grassy.data.run_data import Data
 from grassy.data.stream_loader import StreamLoader
 from grassy.data.worker_processes import processors

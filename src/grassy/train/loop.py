@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from grassy.data.batch import Failure
 from grassy.data.batch_transforms import Preparation
-from grassy.data.loader import Failure
 from grassy.distributed import processes
 from grassy.inference.evaluate import Metrics, evaluate
 from grassy.recipes.recipe import Recipe

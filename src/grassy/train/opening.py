@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from grassy.data.batch_transforms import Preparation, build_erasing, build_mixing
-from grassy.data.device_loader import ResidentLoader
+from grassy.data.resident_loader import ResidentLoader
 from grassy.data.run_data import Data, open_data
 from grassy.distributed import processes
 from grassy.distributed.processes import Process, everywhere

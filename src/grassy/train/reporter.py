@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from grassy.data.loader import Failure
+from grassy.data.batch import Failure
 from grassy.distributed import is_sharded, processes
 from grassy.heads import GrassmannHead, heads_of
 from grassy.inference.evaluate import Metrics

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from grassy.data.batch import Batch, Failure
 from grassy.data.batch_transforms import Preparation
-from grassy.data.device_loader import ResidentLoader
-from grassy.data.loader import Batch, Failure
 from grassy.data.order import seed_of
+from grassy.data.resident_loader import ResidentLoader
 from grassy.distributed import GradScaler, processes
 from grassy.heads import heads_of
 from grassy.loss import classification_loss

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grassy.data.batch import Batch
 from grassy.data.images import ArrayImages, Images
-from grassy.data.loader import Batch
 from grassy.data.order import EpochBatches, epoch_order, seed_of
 from grassy.recipes.recipe import Recipe
 
