@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_and_images(args: argparse.Namespace) -> tuple[str, list[str]]:
     """The run and the images. The run is the first word unless --checkpoint names it."""
-    from grassy.data.class_folders import image_suffixes
+    from grassy.data.image_files import image_suffixes
 
     words = args.images if args.checkpoint is None else [args.checkpoint, *args.images]
     if not words:

@@ -1,73 +1,21 @@
-"""Class folders and tars: find their images and classes.
-
-Names that start with a dot are ignored: editors and systems leave copies of images there.
-"""
+"""Class folders and tars: find their images and classes."""
 
 import itertools
 import os
-import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from grassy.data.decode import Crop, read_pixels
+from grassy.data.image_files import image_suffixes, is_hidden, walk
+from grassy.data.tars import images_in
 from grassy.schema import open_regular
 from grassy.spelling import natural_key
-from grassy.torchvision_import import import_torchvision
 
-#: Suffixes of further formats that Pillow reads, beside timm's.
-MORE_SUFFIXES = {".avif", ".bmp", ".jfif", ".jp2", ".pgm", ".ppm", ".tif", ".tiff", ".webp"}
-BLOCK = tarfile.BLOCKSIZE
-#: A tar may hold tars, one per class; deeper nesting is refused.
-MOST_TARS_WITHIN = 2
-#: Limit of repeated visits through links: a few links can make millions of paths.
-MOST_REPEATS = 50_000
-#: The first bytes of compressed files.
-COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 #: What `grassy pack` appends to the path of an image.
 PACKED = ".ppm"
-
-
-def image_suffixes() -> frozenset[str]:
-    """The suffixes of image files: timm's, and more that Pillow reads."""
-    import_torchvision()
-    from timm.data import get_img_extensions
-
-    return frozenset(get_img_extensions()) | MORE_SUFFIXES
-
-
-def is_hidden(path: str) -> bool:
-    return any(part.startswith(".") and part not in (".", "..") for part in path.replace(os.sep, "/").split("/"))
-
-
-def walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Each folder at or below the root, with the sorted names of its folders and files, without hidden ones.
-
-    Links are followed, except to a folder that contains them. A folder with several links to it is visited for each.
-    A folder without permission raises; os.walk would skip it silently.
-    """
-
-    def stop(error: OSError) -> None:
-        raise error
-
-    lines: dict[str, tuple[str, ...]] = {}  # real paths of a folder and its ancestors, from the root
-    seen: set[str] = set()
-    repeats = 0
-    for folder, below, names in os.walk(root, followlinks=True, onerror=stop):
-        above = lines.get(os.path.dirname(folder), ())
-        place = os.path.realpath(os.path.join(above[-1], os.path.basename(folder)) if above else folder)
-        if place in above:
-            below.clear()
-            continue
-        repeats += place in seen
-        if repeats > MOST_REPEATS:
-            raise ValueError(f"links below {root} lead to the same folders more than {MOST_REPEATS:,} times")
-        seen.add(place)
-        lines[folder] = (*above, place)
-        below[:] = sorted(name for name in below if not is_hidden(name))
-        yield folder, list(below), sorted(name for name in names if not is_hidden(name))
 
 
 class Place(NamedTuple):
@@ -222,7 +170,7 @@ def _open_tars(
         folders: set[PurePosixPath] = set()
         with open_regular(tar) as file:
             outer = [] if tar == root else [tar.stem]
-            for path, offset, size in _images_in(file, os.path.getsize(tar), tar):
+            for path, offset, size in images_in(file, os.path.getsize(tar), tar):
                 # Paths in a tar may start with "./", which is no class.
                 whole = PurePosixPath(*outer, *path)
                 if is_hidden(str(whole)):
@@ -243,70 +191,3 @@ def _open_tars(
     numbers = _numbers({name: f"{name} of {root}" for name in names}, class_names)
     labels = [numbers[name] for name in names]
     return FolderImages([path for _, path, *_ in found], [place for *_, place in found], labels, list(numbers))
-
-
-def _images_in(file: IO[bytes], size: int, tar: Path, within: int = 0) -> Iterator[tuple[tuple[str, ...], int, int]]:
-    """Path (with those of enclosing tars), offset and size of each image in a tar of `size` bytes.
-
-    A truncated or compressed tar, or a member larger than the tar, raises a ValueError. A member named .tar that is no
-    tar is skipped.
-    """
-    suffixes = image_suffixes()
-    if within > MOST_TARS_WITHIN:
-        raise ValueError(f"{tar} holds tars in tars in tars")
-    if not within:
-        _check_uncompressed(_first_block(file), str(tar))
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as archive:
-            for member in archive:
-                suffix = os.path.splitext(member.path)[1].lower()
-                if not member.isfile() or suffix not in suffixes | {".tar"}:
-                    continue
-                if member.sparse is not None:
-                    raise ValueError(f"{member.path} of {tar} is a sparse file: pack it again without tar's --sparse")
-                if member.offset_data + member.size > size:
-                    raise tarfile.ReadError(f"{member.path} is not all there")
-                if suffix != ".tar":
-                    yield (member.path,), member.offset_data, member.size
-                    continue
-                inner = archive.extractfile(member)
-                assert inner is not None
-                first = _first_block(inner)
-                _check_uncompressed(first, f"{member.path} of {tar}")
-                if not _begins_a_tar(first):
-                    continue
-                for path, offset, length in _images_in(inner, member.size, tar, within + 1):
-                    yield (PurePosixPath(member.path).stem, *path), member.offset_data + offset, length
-            end = archive.offset
-    except (tarfile.TarError, OverflowError) as error:
-        raise ValueError(f"{tar} is not a tar, or a damaged one: {error}") from None
-    file.seek(min(end, size))
-    if file.read(BLOCK) != bytes(BLOCK):
-        raise ValueError(f"{tar} is not a tar, or a damaged one: nothing marks its end at byte {end}")
-    while file.tell() < size and (rest := file.read(min(2**20, size - file.tell()))):  # zeros may be a damaged header
-        if rest.count(0) < len(rest):
-            raise ValueError(f"{tar} is a damaged tar, or several in one: it goes on after its end at byte {end}")
-
-
-def _first_block(file: IO[bytes]) -> bytes:
-    block = file.read(BLOCK)
-    file.seek(0)
-    return block
-
-
-def _begins_a_tar(block: bytes) -> bool:
-    """Whether the block is a tar header, perhaps a damaged one, or the end of an empty tar."""
-    if block == bytes(BLOCK) or block[257:262] == b"ustar":
-        return True
-    try:
-        tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-    except tarfile.HeaderError:
-        return False
-    return True
-
-
-def _check_uncompressed(block: bytes, name: str) -> None:
-    """Raise a ValueError if a file starting with this block is compressed: images are read by offset."""
-    kind = next((kind for magic, kind in COMPRESSED.items() if block.startswith(magic)), None)
-    if kind and not _begins_a_tar(block):  # a tar starts with the name of a member, which may be anything
-        raise ValueError(f"{name} is compressed with {kind}: decompress it first")

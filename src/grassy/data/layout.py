@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from grassy.data.class_folders import image_suffixes, is_hidden
+from grassy.data.image_files import image_suffixes, is_hidden
 from grassy.spelling import nearest
 
 TRAIN_NAMES = ("train", "training")

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
-from grassy.data.class_folders import MORE_SUFFIXES, FolderImages
+from grassy.data.class_folders import FolderImages
 from grassy.data.held_out import set_to_split, split
+from grassy.data.image_files import MORE_SUFFIXES
 from grassy.data.images import ArrayImages, Images, check_labels, number_of_classes, open_images
 from grassy.data.order import EpochBatches, Share
 from grassy.data.resident_loader import SMALL_ENOUGH, ResidentLoader, ResidentValidation, unfit

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from grassy.atomic import write_atomically
-from grassy.data.class_folders import image_suffixes, walk
 from grassy.data.decode import read_rgb, reason_for
+from grassy.data.image_files import image_suffixes, walk
 from grassy.data.transforms import Transform, eval_transform
 from grassy.distributed.processes import find_device
 from grassy.extras import needs

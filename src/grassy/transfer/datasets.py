@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grassy.data.class_folders import is_hidden, open_files
+from grassy.data.class_folders import open_files
 from grassy.data.held_out import split as split_set
+from grassy.data.image_files import is_hidden
 from grassy.data.images import Images, Joined, arrays_from_file, of_torchvision, open_images
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, folders_in, holds_images, split_place
 from grassy.data.run_images import data_dir_of, run_images, run_recipe
