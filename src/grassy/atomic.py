@@ -1,10 +1,11 @@
-"""Whole files: written under a temporary name, flushed to disk and renamed; recognised by their digest."""
+"""Whole files and folders: written under a temporary name, flushed to disk and renamed; recognised by their digest."""
 
 import contextlib
 import hashlib
 import os
 import secrets
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -30,10 +31,54 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     sync_folder(path.parent)
 
 
+@contextlib.contextmanager
+def folder_when_whole(target: Path) -> Iterator[Path]:
+    """A new folder that becomes the target in the end, or disappears after an error."""
+    temporary = target.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale_folders(target.parent)
+        temporary.mkdir()
+        with locked(temporary):
+            yield temporary
+            temporary.rename(target)
+        sync_folder(target.parent)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and str(error.filename or temporary).startswith(str(temporary)):
+            raise OSError(error.errno, f"could not be written: {error.strerror}", str(target)) from error
+        raise
+
+
+def _remove_stale_folders(place: Path) -> None:
+    """Remove the unfinished folders of killed processes, which no process has locked."""
+    for folder in place.glob(f"{TEMPORARY}*/"):
+        with contextlib.suppress(OSError), locked(folder):
+            shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a folder until the end of this process at most; an OSError if another process has locked it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows, where no folder can be opened either: treat every folder as another's
+        if any(folder.iterdir()):
+            raise OSError(f"{folder} may belong to another process") from None
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def remove_torn_files(folder: Path) -> None:
     """Remove the temporary files of killed processes."""
     for file in folder.glob(f"{TEMPORARY}*"):
-        if not file.is_dir():  # of `grassy pack`, which may be at work
+        if not file.is_dir():  # of `folder_when_whole`, which may be at work
             file.unlink(missing_ok=True)
 
 

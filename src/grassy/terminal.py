@@ -58,3 +58,8 @@ def spreadsheet_safe(text: str) -> str:
     except ValueError:
         return f"'{text}"
     return text  # a number
+
+
+def readable_bytes(size: float) -> str:
+    """A number of bytes for people."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from grassy import atomic
 from grassy.atomic import TEMPORARY, remove_torn_files
 from grassy.cli import main
 from grassy.data import decode
@@ -347,7 +348,7 @@ def test_the_pack_of_a_killed_process_is_removed_by_the_next_and_that_of_a_live_
         (tmp_path / f"{TEMPORARY}{name}").mkdir()
         (tmp_path / f"{TEMPORARY}{name}" / "train.tar").touch()
     remove_torn_files(tmp_path)  # packs are not its business
-    with packing._locked(tmp_path / f"{TEMPORARY}live"):
+    with atomic.locked(tmp_path / f"{TEMPORARY}live"):
         pack(tmp_path / "set", tmp_path / "packed")
         assert [folder.name for folder in tmp_path.glob(f"{TEMPORARY}*")] == [f"{TEMPORARY}live"]
 
@@ -370,7 +371,7 @@ def test_a_disk_that_is_full_is_reported_with_the_name_of_the_pack(tmp_path, mon
 
     photos(tmp_path / "set")
     before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setattr(packing.os, "fsync", full)
+    monkeypatch.setattr(atomic.os, "fsync", full)
     with pytest.raises(OSError, match="could not be written: No space left on device") as error:
         pack(tmp_path / "set", tmp_path / "packed")
     assert error.value.filename == str(tmp_path / "packed")

@@ -33,16 +33,15 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from grassy.data.pack import SHORT_SIDE, pack, readable
-    from grassy.terminal import printable
+    from grassy.data.pack import SHORT_SIDE, pack
+    from grassy.terminal import printable, readable_bytes
 
     size = SHORT_SIDE if args.size is None else args.size
     written = pack(args.source, args.target, size or None, args.splits)
     for split in written:
         reduced = f", {split.reduced:,} of them reduced to {size} pixels" if split.reduced else ""
-        print(
-            f"{split.path}: {split.images:,} images of {len(split.classes):,} classes{reduced}, {readable(split.bytes)}"
-        )
+        size_of_all = readable_bytes(split.bytes)
+        print(f"{split.path}: {split.images:,} images of {len(split.classes):,} classes{reduced}, {size_of_all}")
         for failure in split.failures:
             print(f"left out {printable(failure.name)}: {failure.reason}", file=sys.stderr)
     return int(any(split.failures for split in written))  # a script can tell that some are missing

@@ -5,11 +5,9 @@ is the path of the original in its set, and .ppm. So a pack is an ordinary data 
 """
 
 import collections
-import contextlib
 import io
 import itertools
 import os
-import secrets
 import shutil
 import tarfile
 import warnings
@@ -20,13 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-from grassy.atomic import TEMPORARY, sync_folder
+from grassy.atomic import folder_when_whole
 from grassy.data.batch import Failure
 from grassy.data.class_folders import PACKED, FolderImages, open_files
 from grassy.data.decode import Box, plain_file, reason_for
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, advice, holds_images, split_place
 from grassy.data.worker_processes import processors
-from grassy.terminal import bar
+from grassy.terminal import bar, readable_bytes
 
 #: Images with a longer short side are reduced to this: twice the usual 224 pixels, and some more.
 SHORT_SIDE = 512
@@ -78,7 +76,7 @@ def pack(
         raise ValueError(f"{target} would lie among the images of {source}: name a folder elsewhere")
     chosen = _splits(source, splits)
     _check_space(chosen, target, short_side)
-    with _folder_when_whole(target) as temporary:
+    with folder_when_whole(target) as temporary:
         found = [_write(*split, temporary / f"{name}.tar", short_side) for name, split in chosen.items()]
         training, images = found[0], next(iter(chosen.values()))[1]
         if not training.images:
@@ -89,50 +87,6 @@ def pack(
         for packed in found:
             packed.path = target / packed.path.name
     return found
-
-
-@contextlib.contextmanager
-def _folder_when_whole(target: Path) -> Iterator[Path]:
-    """A new folder that becomes the target in the end, or disappears after an error."""
-    temporary = target.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(target.parent)
-        temporary.mkdir()
-        with _locked(temporary):
-            yield temporary
-            temporary.rename(target)
-        sync_folder(target.parent)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) and str(error.filename or temporary).startswith(str(temporary)):
-            raise OSError(error.errno, f"could not be written: {error.strerror}", str(target)) from error
-        raise
-
-
-def _remove_stale(place: Path) -> None:
-    """Remove the unfinished packs of killed processes, which no process has locked."""
-    for folder in place.glob(f"{TEMPORARY}*/"):
-        with contextlib.suppress(OSError), _locked(folder):
-            shutil.rmtree(folder)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder until the end of this process at most; an OSError if another process has locked it."""
-    try:
-        import fcntl
-    except ImportError:  # Windows, where no folder can be opened either: treat every folder as another's
-        if any(folder.iterdir()):
-            raise OSError(f"{folder} may belong to another process") from None
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 Split = tuple[Path, FolderImages]  # the folder or tar, and its images
@@ -288,8 +242,8 @@ def _check_space(splits: dict[str, Split], target: Path, short_side: int | None)
     free = shutil.disk_usage(place).free
     if needed > free:
         raise ValueError(
-            f"the pack will need about {readable(needed)}, and {readable(free)} are free in {place}: choose "
-            "another place, or a smaller --size"
+            f"the pack will need about {readable_bytes(needed)}, and {readable_bytes(free)} are free in {place}: "
+            "choose another place, or a smaller --size"
         )
 
 
@@ -302,8 +256,3 @@ def _expected_bytes(images: FolderImages, short_side: int | None) -> float:
         except Exception:  # an unreadable image takes no space, and is named later
             continue
     return len(images) * (sum(sizes) / len(sizes) + OVERHEAD) if sizes else 0.0
-
-
-def readable(size: float) -> str:
-    """A number of bytes for people."""
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
