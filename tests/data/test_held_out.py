@@ -313,12 +313,22 @@ def test_a_run_without_the_record_of_its_split_says_that_it_draws_again(run, tmp
     assert read_split(run) == held
 
 
-def test_all_of_a_part_counts_if_the_run_was_given_both_parts(tmp_path, capsys):
+def test_a_run_that_was_given_both_parts_holds_out_nothing_of_another_folder(tmp_path, capsys):
+    place = tmp_path / "photos"
     for part in ("train", "val"):
-        photos(tmp_path / "photos" / part, cat=10, dog=10)
-    train(tiny_recipe(epochs=1, val_fraction=0.3), tmp_path / "photos", tmp_path / "run", quiet=True)
-    assert validate(tmp_path / "run", tmp_path / "photos" / "val", device="cpu").images == 20
-    assert "val count: the run split no images, since" in capsys.readouterr().err
+        photos(place / part, cat=10, dog=10)
+    train(tiny_recipe(epochs=1, val_fraction=0.3), place, tmp_path / "run", quiet=True)
+    assert validate(tmp_path / "run", place / "val", device="cpu").images == 20
+    assert "all 20 images in" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"the run was trained on all images in .*train: give a folder with others"):
+        validate(tmp_path / "run", place / "train", device="cpu")
+    shutil.copytree(place / "train", tmp_path / "copy")
+    assert validate(tmp_path / "run", tmp_path / "copy", device="cpu").images == 20
+    assert "copy count: make sure that the run was not trained on them" in capsys.readouterr().err
+    (place / "val").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match=r"the run was trained on all images in .*train"):
+        validate(tmp_path / "run", None, device="cpu")
+    assert validate(tmp_path / "run", None, split="train", device="cpu").images == 20
 
 
 def test_weights_without_their_folder_are_validated_on_the_same_images(run, tmp_path):

@@ -181,7 +181,7 @@ def test_a_resumed_run_remembers_what_it_ran_on_before(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("edited", "kept"), [("[]", None), ("null", None), ('{"earlier": 3}', [3, {}])])
 def test_an_edited_environment_does_not_stop_a_run_from_resuming(edited, kept, tmp_path):
     (tmp_path / "environment.json").write_text(edited)
-    records.save_settings(tmp_path, tiny_recipe(), None, 1, torch.device("cpu"))
+    records.save_settings(tmp_path, tiny_recipe(), None, False, 1, torch.device("cpu"))
     assert json.loads((tmp_path / "environment.json").read_text()).get("earlier") == kept
 
 

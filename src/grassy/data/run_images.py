@@ -5,10 +5,10 @@ from pathlib import Path
 from grassy.data.class_folders import FolderImages
 from grassy.data.held_out import held_out, open_set, part_of, recorded_keys, set_to_split
 from grassy.data.images import Images, check_labels, open_images
-from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES
+from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, split_place
 from grassy.recipes.changes import with_changes
 from grassy.recipes.recipe import Recipe, saved_recipe
-from grassy.runs.records import read_split, remembered_data_dir
+from grassy.runs.records import read_split, remembered_data_dir, took_given_parts
 from grassy.runs.weights import PREPARATION, Description
 
 #: A folder with at least this share of the held-out images is the run's data, with some files missing.
@@ -67,8 +67,12 @@ def _part(file: Path, about: Description, recipe: Recipe, place: Path, notes: li
         raise ValueError(f"{place} is split by val_fraction into train and val: it has no split {recipe.val_split!r}")
     images, keys = open_set(place, about.class_names)
     recorded, before = read_split(file.parent), remembered_data_dir(file.parent)
-    if recorded is None and before is not None and before.exists() and set_to_split(recipe, before) is None:
-        notes.append(f"all {len(keys)} images in {place} count: the run split no images, since {before} has both parts")
+    if recorded is None and took_given_parts(file.parent):
+        if training:
+            return images
+        if before is not None and place.absolute() == split_place(before, TRAIN_NAMES):
+            raise ValueError(f"the run was trained on all images in {place}: give a folder with others")
+        notes.append(f"all {len(keys)} images in {place} count: make sure that the run was not trained on them")
         return images
     if recorded is not None:
         wanted = recorded_keys(recorded, place)
@@ -88,7 +92,7 @@ def _part(file: Path, about: Description, recipe: Recipe, place: Path, notes: li
     if here < len(wanted):
         notes.append(f"{len(wanted) - here} of the {len(wanted)} images that the run held out are no longer in {place}")
     part = part_of(images, keys, wanted, not training)
-    rule = "did not hold out" if training else "held out"
+    rule = "did not hold out" if training else "held out" if recorded is not None else "would hold out by its rule"
     by_name = ", by their names" if elsewhere else ""
     notes.append(f"{len(part)} of the {len(keys)} images in {place} count: those that the run {rule}{by_name}")
     return part

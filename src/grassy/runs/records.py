@@ -28,33 +28,44 @@ COLUMNS += ("eval_effective_rank",)  # only with subspaces
 COLUMNS += ("input_share",)  # share of the time spent waiting for images
 
 
-def save_settings(folder: Path, recipe: Recipe, data_dir: Path | None, world_size: int, device: torch.device) -> None:
+def save_settings(
+    folder: Path, recipe: Recipe, data_dir: Path | None, splits_data: bool, world_size: int, device: torch.device
+) -> None:
     """Write the resolved recipe as args.yaml, which is itself a recipe, and the hardware and versions as
     environment.json.
 
-    A resumed run keeps its earlier environments under `earlier`.
+    A resumed run keeps its earlier environments under `earlier`. splits_data: the run holds out images itself.
     """
     import yaml
 
     settings = yaml.safe_dump(recipe.to_dict(), sort_keys=False, allow_unicode=True)
     write_atomically(folder / ARGS, lambda file: file.write(settings.encode()))
     place = None if data_dir is None else str(data_dir.absolute())  # where later commands find the images
-    facts = {**environment(device), "data_dir": place, "processes": world_size}
-    with contextlib.suppress(OSError, ValueError):  # missing, or edited by hand
-        before = parse_json(read_text(folder / ENVIRONMENT, MOST_DESCRIPTION))
-        if isinstance(before, dict):
-            earlier = before.pop("earlier", [])
-            facts["earlier"] = [*(earlier if isinstance(earlier, list) else [earlier]), before]
+    facts = {**environment(device), "data_dir": place, "splits_data": splits_data, "processes": world_size}
+    if (folder / ENVIRONMENT).is_file() and (before := _remembered(folder)):
+        earlier = before.pop("earlier", [])
+        facts["earlier"] = [*(earlier if isinstance(earlier, list) else [earlier]), before]
     write_atomically(folder / ENVIRONMENT, lambda file: file.write(json.dumps(facts, indent=1).encode()))
 
 
 def remembered_data_dir(folder: Path) -> Path | None:
     """The data folder of a run; None if it had none or did not record it."""
+    found = _remembered(folder).get("data_dir")
+    return Path(found) if isinstance(found, str) else None
+
+
+def took_given_parts(folder: Path) -> bool:
+    """Whether a run recorded that it was given its training and validation images, and did not split a set itself."""
+    return _remembered(folder).get("splits_data") is False
+
+
+def _remembered(folder: Path) -> dict[str, Any]:
+    """The facts in environment.json; none if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):
         facts = parse_json(read_text(folder / ENVIRONMENT, MOST_DESCRIPTION))
-        if isinstance(facts, dict) and isinstance(facts.get("data_dir"), str):
-            return Path(facts["data_dir"])
-    return None
+        if isinstance(facts, dict):
+            return facts
+    return {}
 
 
 def data_is_gone(data_dir: Path, so: str = "") -> str:

@@ -94,7 +94,8 @@ def opened_run(
             stack.callback(folder.release)
             if resumed_from is not None:
                 folder.adopt_best(resumed_from)
-            records.save_settings(output, run.recipe, data_dir, process.world_size, process.device)
+            split = data.held_out is not None
+            records.save_settings(output, run.recipe, data_dir, split, process.world_size, process.device)
             if data.held_out is not None:
                 records.save_split(output, recipe, data.held_out)
             curves = records.Curves(output, position.done)
