@@ -282,6 +282,15 @@ def test_several_processes_validate_each_image_of_a_stream_once(tmp_path):
     assert len(torch.cat(seen)) == len(torch.cat(seen).flatten(1).unique(dim=0)) == 24
 
 
+def test_readers_of_streams_may_give_images_of_pillow(tmp_path):
+    pytest.importorskip("webdataset")
+    images = open_data(with_changes(make_shards(tmp_path), {"workers": 0}), tmp_path, CPU).train.images
+    images.kind, images.reader = "hfids", [(Image.new(mode, (8, 8), 7), 2) for mode in ("RGB", "L")]
+    found = list(images)
+    assert [label for _, label in found] == [2, 2]
+    assert torch.equal(found[1][0], torch.full((3, 8, 8), 7, dtype=torch.uint8))
+
+
 def test_a_stream_is_validated_in_batches_as_large_as_a_folder(tmp_path):
     pytest.importorskip("webdataset")
     recipe = with_changes(make_shards(tmp_path), {"batch_size": 5000, "workers": 0})

@@ -2,7 +2,8 @@
 
 Order, crops and flips of an epoch depend on seed, epoch, and the numbers of processes and workers. So the number of
 workers is always the recipe's, or that of the shards, however few CPU cores there are. A run that is resumed within an
-epoch reads what it has seen again, and skips it. TFDS seeds its own order, which is not tested here.
+epoch reads what it has seen again, and skips it. That holds for WebDataset and, with `datasets` before version 4, for
+timm's reader of Hugging Face streams. TFDS seeds its own order, which is not tested.
 
 Unreadable images of a WebDataset are skipped and reported with the next batch of their worker. timm's other readers
 stop at them.
@@ -105,16 +106,26 @@ class _StreamImages(torch.utils.data.IterableDataset[tuple[Tensor, int]]):
             )
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"{recipe.dataset}: {error}") from None
-        self.is_webdataset = recipe.dataset.startswith("wds/")
+        self.kind = recipe.dataset.partition("/")[0]
         self.stream, self.reader, self.transform, self.training = stream, stream.reader, transform, training
         self.seed, self.rank, self.workers = recipe.seed, share.rank, recipe.workers
         self._epoch = multiprocessing.Value("q", 0)  # workers live for several epochs
-        if self.is_webdataset:
-            shards = len(self.reader.split_info.filenames)
-            if training and shards < share.world_size:
+        if (shards := self._shards()) is not None:
+            if training and self.kind == "wds" and shards < share.world_size:
                 raise ValueError(f"{recipe.dataset} has too few shards for {share.world_size} processes: {shards}")
-            self.workers = min(self.workers, max(1, shards // share.world_size))  # more would have none to read
+            self.workers = min(self.workers, max(1, shards // share.world_size))  # more would wait for some forever
         stream.set_loader_cfg(num_workers=max(1, self.workers))
+
+    def _shards(self) -> int | None:
+        """The number of shards, which workers divide among them; None for TFDS, which divides shards too."""
+        if self.kind == "wds":
+            return len(self.reader.split_info.filenames)
+        if self.kind == "hfids":
+            self.reader._lazy_init()
+            shards: int = self.reader.ds.n_shards
+            self.reader.ds = None
+            return shards
+        return None
 
     def begin(self, epoch: int) -> None:
         self._epoch.value = epoch
@@ -123,10 +134,11 @@ class _StreamImages(torch.utils.data.IterableDataset[tuple[Tensor, int]]):
     def __iter__(self) -> Iterator[tuple[Tensor, int]]:
         worker = torch.utils.data.get_worker_info()
         own = (self.seed, self._epoch.value, self.rank, 0 if worker is None else worker.id)
-        images = _webdataset(self.reader, seed_of(*own), self.training) if self.is_webdataset else iter(self.reader)
+        images = _webdataset(self.reader, seed_of(*own), self.training) if self.kind == "wds" else iter(self.reader)
         for place, (image, label) in enumerate(images):
+            pixels = image if isinstance(image, np.ndarray) else np.array(to_rgb(image))  # other readers give Pillow's
             with seeded(seed_of(*own, place)), one_thread():
-                transformed = self.transform(image)
+                transformed = self.transform(pixels)
             yield transformed, label
 
 
