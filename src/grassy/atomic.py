@@ -5,11 +5,14 @@ import hashlib
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
 TEMPORARY = ".writing-"
+#: A folder without changes for so many seconds is that of a killed process: on network disks, locks may not show.
+STALE = 3600.0
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -39,7 +42,9 @@ def folder_when_whole(target: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale_folders(target.parent)
         temporary.mkdir()
-        with locked(temporary):
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # some network disks have no locks, which only cleaning up needs
+                stack.enter_context(locked(temporary))
             yield temporary
             temporary.rename(target)
         sync_folder(target.parent)
@@ -51,10 +56,11 @@ def folder_when_whole(target: Path) -> Iterator[Path]:
 
 
 def _remove_stale_folders(place: Path) -> None:
-    """Remove the unfinished folders of killed processes, which no process has locked."""
+    """Remove the unfinished folders of killed processes: those without changes for an hour, which no process locks."""
     for folder in place.glob(f"{TEMPORARY}*/"):
         with contextlib.suppress(OSError), locked(folder):
-            shutil.rmtree(folder)
+            if time.time() - max(each.stat().st_mtime for each in (folder, *folder.rglob("*"))) > STALE:
+                shutil.rmtree(folder)
 
 
 @contextlib.contextmanager

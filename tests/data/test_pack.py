@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import shutil
 import subprocess
 import sys
@@ -221,7 +222,7 @@ def test_a_tar_that_lost_a_header_is_refused(tmp_path, where):
     with part.path.open("r+b") as file:
         file.seek(member.offset)
         file.write(bytes(2 * tarfile.BLOCKSIZE))
-    with pytest.raises(ValueError, match="is a damaged tar, or several in one: it goes on after its end at byte"):
+    with pytest.raises(ValueError, match="is a damaged tar, or several in one: members follow its end at byte"):
         open_images("", tmp_path / "packed", "train")
 
 
@@ -313,6 +314,15 @@ def test_what_cannot_be_packed_is_refused_in_a_sentence(tmp_path, monkeypatch):
     assert "holds decoded images already" in refused(tmp_path, tmp_path / "arrays.npz", tmp_path / "packed")
     assert "size must be a positive number" in refused(tmp_path, tmp_path / "set", tmp_path / "packed", -1)
     assert "would lie among the images of" in refused(tmp_path, tmp_path / "set", tmp_path / "set" / "packed")
+    for name in ("../set", "", ".", "a/b"):
+        assert "a split is the name of a folder or tar in" in refused(
+            tmp_path, tmp_path / "set", tmp_path / "packed", 512, [name]
+        )
+    photos(tmp_path / "odd" / "test")
+    photos(tmp_path / "odd")
+    assert "has test and cat, but no train: name its --splits" in refused(
+        tmp_path, tmp_path / "odd", tmp_path / "packed"
+    )
     assert "has no split 'other'" in refused(tmp_path, tmp_path / "set", tmp_path / "packed", 512, ["other"])
     for image in (tmp_path / "set" / "dog").iterdir():
         image.write_bytes(b"no image")
@@ -335,7 +345,7 @@ def test_a_split_that_no_recipe_needs_is_left_out_with_a_warning(tmp_path):
 def test_splits_of_other_names_are_packed_by_their_names(tmp_path):
     for name in ("seen", "unseen"):
         photos(tmp_path / "set" / name, count=2)
-    written = pack(tmp_path / "set", tmp_path / "packed", splits=["seen", "unseen"])
+    written = pack(tmp_path / "set", tmp_path / "packed", splits=["seen/", "unseen"])
     assert [(part.path.name, part.classes) for part in written] == [
         ("seen.tar", {"cat", "dog"}),
         ("unseen.tar", {"cat", "dog"}),
@@ -347,10 +357,13 @@ def test_the_pack_of_a_killed_process_is_removed_by_the_next_and_that_of_a_live_
     for name in ("killed", "live"):
         (tmp_path / f"{TEMPORARY}{name}").mkdir()
         (tmp_path / f"{TEMPORARY}{name}" / "train.tar").touch()
+        for place in (tmp_path / f"{TEMPORARY}{name}" / "train.tar", tmp_path / f"{TEMPORARY}{name}"):
+            os.utime(place, (0, 0))
+    (tmp_path / f"{TEMPORARY}young").mkdir()
     remove_torn_files(tmp_path)  # packs are not its business
     with atomic.locked(tmp_path / f"{TEMPORARY}live"):
         pack(tmp_path / "set", tmp_path / "packed")
-        assert [folder.name for folder in tmp_path.glob(f"{TEMPORARY}*")] == [f"{TEMPORARY}live"]
+        assert {folder.name for folder in tmp_path.glob(f"{TEMPORARY}*")} == {f"{TEMPORARY}live", f"{TEMPORARY}young"}
 
 
 @pytest.mark.slow

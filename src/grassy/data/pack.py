@@ -22,7 +22,7 @@ from grassy.atomic import folder_when_whole
 from grassy.data.batch import Failure
 from grassy.data.class_folders import PACKED, FolderImages, open_files
 from grassy.data.decode import Box, plain_file, reason_for
-from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, advice, holds_images, split_place
+from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, advice, folders_in, holds_images, split_place
 from grassy.data.worker_processes import processors
 from grassy.terminal import bar, readable_bytes
 
@@ -97,6 +97,9 @@ def _splits(source: Path, names: Sequence[str] | None) -> dict[str, Split]:
     if not source.exists():
         raise ValueError(f"{source} does not exist")
     places = {}
+    names = None if names is None else [name.rstrip("/") for name in names]  # as a shell completes them
+    if wrong := [name for name in names or () if name in ("", ".", "..") or Path(name).name != name]:
+        raise ValueError(f"a split is the name of a folder or tar in {source}, got {wrong[0]!r}")
     if source.is_dir():
         wanted = names or (*TRAIN_NAMES, *VALIDATION_NAMES)
         places = {name: place for name in wanted if (place := split_place(source, [name])) is not None}
@@ -104,6 +107,10 @@ def _splits(source: Path, names: Sequence[str] | None) -> dict[str, Split]:
             raise ValueError(f"{source} has no split {missing[0]!r}, as a folder or .tar")
         if not places and holds_images(source):
             raise ValueError(f"{source} holds no class folders{advice(source)}")
+    if not names and places and not any(name in TRAIN_NAMES for name in places):
+        classes = [folder.name for folder in folders_in(source) if folder.name not in places]
+        if classes:
+            raise ValueError(f"{source} has {next(iter(places))} and {classes[0]}, but no train: name its --splits")
     arrays = next((place for place in [source, *places.values()] if place.suffix == ".npz"), None)
     if arrays is not None:
         raise ValueError(f"{arrays} holds decoded images already")

@@ -9,6 +9,8 @@ from typing import IO
 from grassy.data.image_files import image_suffixes
 
 BLOCK = tarfile.BLOCKSIZE
+#: Bytes after the end of a tar in which further members are looked for: more than the largest photo.
+MOST_AFTER_THE_END = 2**26
 #: A tar may hold tars, one per class; deeper nesting is refused.
 MOST_TARS_WITHIN = 2
 #: The first bytes of compressed files.
@@ -53,9 +55,13 @@ def images_in(file: IO[bytes], size: int, tar: Path, within: int = 0) -> Iterato
     file.seek(min(end, size))
     if file.read(BLOCK) != bytes(BLOCK):
         raise ValueError(f"{tar} is not a tar, or a damaged one: nothing marks its end at byte {end}")
-    while file.tell() < size and (rest := file.read(min(2**20, size - file.tell()))):  # zeros may be a damaged header
-        if rest.count(0) < len(rest):
-            raise ValueError(f"{tar} is a damaged tar, or several in one: it goes on after its end at byte {end}")
+    after = file.read(min(MOST_AFTER_THE_END, max(0, size - end - BLOCK)))
+    headers = (after[start : start + BLOCK] for start in range(0, len(after) - BLOCK + 1, BLOCK))
+    if any(_is_header(block) for block in headers):  # zeros instead of a header look like the end
+        raise ValueError(
+            f"{tar} is a damaged tar, or several in one: members follow its end at byte {end}. Extract it with "
+            "tar --ignore-zeros and pack it again"
+        )
 
 
 def _first_block(file: IO[bytes]) -> bytes:
@@ -64,15 +70,19 @@ def _first_block(file: IO[bytes]) -> bytes:
     return block
 
 
-def _begins_a_tar(block: bytes) -> bool:
-    """Whether the block is a tar header, perhaps a damaged one, or the end of an empty tar."""
-    if block == bytes(BLOCK) or block[257:262] == b"ustar":
-        return True
+def _is_header(block: bytes) -> bool:
     try:
         tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except tarfile.HeaderError:
         return False
     return True
+
+
+def _begins_a_tar(block: bytes) -> bool:
+    """Whether the block is a tar header, perhaps a damaged one, or the end of an empty tar."""
+    if block == bytes(BLOCK) or block[257:262] == b"ustar":
+        return True
+    return _is_header(block)
 
 
 def _check_uncompressed(block: bytes, name: str) -> None:

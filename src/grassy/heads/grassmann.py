@@ -221,7 +221,7 @@ class GrassmannHead(PerClassHead):
 
     @property
     def skips_logits(self) -> bool:
-        return self.is_sharded or self.samples or (self.training and self.fuse_loss)
+        return self.is_sharded or self.samples or self.fuse_loss
 
     @property
     def takes_mixed_labels(self) -> bool:  # type: ignore[override]

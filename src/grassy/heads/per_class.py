@@ -83,7 +83,7 @@ class PerClassHead(Head):
 
     @property
     def skips_logits(self) -> bool:
-        """Whether cross-entropy is computed without all logits. In evaluation too: they may not fit into memory."""
+        """Whether `loss` computes cross-entropy without all logits, which may not fit into memory."""
         return self.is_sharded
 
     def cross_entropy(self, features: Tensor, target: Tensor | MixedLabels, **options: Any) -> Tensor:
@@ -99,7 +99,7 @@ class PerClassHead(Head):
             return super().answers_with_loss(request)
         # A model with several heads may average their logits, so only a single head may return its loss instead.
         same = request.alone and one_loss(cross_entropy_options(request.criterion, request.target))
-        return same and self.skips_logits
+        return same and self.skips_logits and (self.training or self.is_sharded)
 
     @torch.no_grad()
     def top(self, features: Tensor, count: int = 5) -> tuple[Tensor, Tensor]:
