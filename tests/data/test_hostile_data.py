@@ -13,13 +13,13 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from grassy.data.image_files import walk
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from grassy.data.class_folders import open_files
 from grassy.data.decode import read_rgb, reason_for
+from grassy.data.image_files import walk
 from grassy.data.images import open_images
 from grassy.data.run_data import open_data
 from grassy.data.worker_loader import Samples
