@@ -92,9 +92,10 @@ def test_huge_gradients_turn_a_class_by_the_largest_angle_allowed():
 def test_float32_stays_orthonormal_over_20000_steps_with_random_gradients():
     w = g.random_subspace(20, 8, 64)
     buffer, worst = torch.zeros_like(w), 0.0
-    for _ in range(20_000):
+    for step in range(20_000):
         kernels.geodesic_step(w, torch.randn_like(w), buffer, 0.1, 0.9)
-        worst = max(worst, float(g.orthonormality_error(w)))
+        if step % 10 == 0:
+            worst = max(worst, float(g.orthonormality_error(w)))
     assert worst < 1e-6
 
 

@@ -70,11 +70,12 @@ def test_a_signal_to_all_processes_in_any_order_stops_and_saves_the_run(tmp_path
 WORKERS_AND_SIGTERM = """
 import multiprocessing, subprocess, sys, time
 import torch
-from grassy.data.worker_loader import worker_options
+from grassy.data.batch import collate
+from grassy.data.worker_processes import worker_options
 
 multiprocessing.set_start_method(sys.argv[1])  # forkserver is the default from Python 3.14 on
 samples = [(torch.zeros(3, 1, 1), 0, index, []) for index in range(20)]
-loader = torch.utils.data.DataLoader(samples, batch_size=2, **worker_options(2, torch.device("cpu")))
+loader = torch.utils.data.DataLoader(samples, batch_size=2, **worker_options(2, torch.device("cpu"), collate))
 assert len(list(loader)) == 10
 workers = [child for child in multiprocessing.active_children()]
 assert len(workers) == 2
