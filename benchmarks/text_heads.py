@@ -85,12 +85,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS), metavar="HEAD")
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
     arguments = parser.parse_args()
     import_torchvision()
     found = {
-        label: [accuracies(*head, seed, arguments.epochs) for seed in range(arguments.seeds)]
-        for label, head in HEADS.items()
+        label: [accuracies(*HEADS[label], seed, arguments.epochs) for seed in range(arguments.seeds)]
+        for label in arguments.heads
     }
     rows = [
         [label, *(f"{statistics.mean(run[part] for run in runs):.1f}" for part in ("train", "test"))]
