@@ -79,6 +79,7 @@ def test_the_file_gives_the_models_logits_for_a_batch_of_another_size(tmp_path, 
     assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", file.name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
 def test_a_fixed_batch_size_is_the_only_one_that_the_file_takes(checkpoint, tmp_path, suffix):
     file = export(checkpoint, tmp_path / f"model{suffix}", batch=4)
@@ -137,6 +138,7 @@ def test_large_weights_lie_beside_the_onnx_file(checkpoint, tmp_path, monkeypatc
 # ------------------------------------------------------------------------------------------------ what may go wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -196,6 +198,7 @@ def test_without_onnxruntime_the_file_is_written_and_said_to_be_unchecked(checkp
     onnx.checker.check_model(onnx.load(file))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(checkpoint, tmp_path, suffix):
     output = tmp_path / f"model{suffix}"

@@ -84,6 +84,7 @@ def test_weights_without_a_threshold_have_scores_and_no_flags(tmp_path, capsys):
     assert line.startswith("this model has no outlier threshold, so no image is flagged: `grassy validate RUN --json`")
 
 
+@pytest.mark.slow
 def test_the_onnx_file_gives_the_scores_of_the_head_and_says_the_threshold(run, photos, tmp_path):
     export(run, tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")

@@ -23,6 +23,8 @@ from studies.cifar100.plan import (
     tune,
 )
 
+pytestmark = pytest.mark.slow  # a study is not part of the package
+
 
 def invented(jobs, lines, top1, **more):
     """Lines as if all jobs that can begin had run; top1: a function of the job."""

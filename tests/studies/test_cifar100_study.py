@@ -23,6 +23,8 @@ from grassy.inference.feature_models import open_model
 from grassy.transfer.protocol import transfer
 from training_cases import tiny_arrays
 
+pytestmark = pytest.mark.slow  # a study is not part of the package
+
 TINY = ["model_kwargs={channels: [4, 4, 8, 16]}", "img_size=8", "batch_size=16", "epochs=1", "warmup_epochs=0"]
 ROWS_RUN = ["softmax", "grassmann-8", "grassmann-4", "finetune-head"]
 

@@ -14,6 +14,8 @@ from studies.tiny_imagenet.plan import ARMS, PARTS, TRIALS, read
 from grassy.heads import create_head
 from training_cases import tiny_arrays
 
+pytestmark = pytest.mark.slow  # a study is not part of the package
+
 TINY = ["model_kwargs={channels: [4, 4, 8, 64]}", "img_size=8", "batch_size=16", "epochs=1", "warmup_epochs=0"]
 
 

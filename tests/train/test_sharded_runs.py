@@ -118,6 +118,7 @@ def sharded(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_sharded_checkpoint_is_opened_by_load_and_by_all_commands(sharded, tmp_path, capsys):
     run, data = sharded / "run", sharded / "data"
     (row,) = read_plain(run / SAVES)["progress"]["rows"]

@@ -115,6 +115,7 @@ def test_the_command_measures_several_runs_on_several_sets_and_names_what_is_mis
     assert "transfer.csv" in saved
 
 
+@pytest.mark.slow
 def test_both_backends_of_the_svm_agree(run, tmp_path, capsys):
     tiny_arrays(tmp_path / "pets", images=60, classes=3)
     accuracies = []
