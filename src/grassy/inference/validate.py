@@ -62,8 +62,8 @@ def validate(
         if not recipe.is_stream:
             images, notes = run_images(file, description, recipe, data_dir)
         batches, own_batches = open_validation(recipe, data_dir, images, description.num_classes, process)
-        several_load = file.is_dir() and process.world_size > 1
-        model = load_sharded(file, process.device) if several_load else load(file, process.device)
+        in_shards = file.is_dir() and process.world_size > 1
+        model = load_sharded(file, process.device) if in_shards else load(file, process.device)
         prepare = Preparation(description.mean, description.std, process.device)
         dtype = amp_dtype(recipe.amp, process.device)
         try:
