@@ -262,6 +262,14 @@ def test_an_epoch_of_a_stream_depends_on_nothing_before_it(tmp_path, workers):
     assert all(torch.equal(a, b) for a, b in zip(resumed, epochs[1][2:], strict=True))
 
 
+def test_one_shard_is_read_in_another_order_in_each_epoch(tmp_path):
+    pytest.importorskip("webdataset")
+    loader = open_data(with_changes(make_shards(tmp_path), {"workers": 0}), tmp_path, CPU).train
+    first, second = (torch.cat([parts[0].images for parts in loader.epoch(epoch)]) for epoch in range(2))
+    assert not torch.equal(first, second)
+    assert torch.equal(first.flatten(1).unique(dim=0), second.flatten(1).unique(dim=0))
+
+
 def test_more_workers_than_shards_lose_no_image(tmp_path):
     pytest.importorskip("webdataset")
     recipe = with_changes(make_shards(tmp_path), {"workers": 4})

@@ -78,6 +78,14 @@ def test_it_trains_compiled_and_in_ddp():
     assert model(x).shape == (32, 5)
 
 
+def test_in_evaluation_the_head_returns_logits_which_a_model_may_use():
+    x, _, target = example(8, 5, 3, 7)
+    head = grassy.GrassmannHead(7, 5, k=3, fuse_loss=True)
+    request = grassy.heads.LossRequest(target, nn.functional.cross_entropy)
+    assert head.answers_with_loss(request)
+    assert not head.eval().answers_with_loss(request)
+
+
 def test_a_subclass_may_still_have_a_loss_of_its_own():
     class Other(grassy.GrassmannHead):
         def loss(self, features, target, criterion):
