@@ -79,7 +79,7 @@ def test_it_trains_compiled_and_in_ddp():
 
 
 def test_in_evaluation_the_head_returns_logits_which_a_model_may_use():
-    x, _, target = example(8, 5, 3, 7)
+    _, _, target = example(8, 5, 3, 7)
     head = grassy.GrassmannHead(7, 5, k=3, fuse_loss=True)
     request = grassy.heads.LossRequest(target, nn.functional.cross_entropy)
     assert head.answers_with_loss(request)
