@@ -37,6 +37,8 @@ def test_an_effective_rank_near_one_is_advised_of_unless_k_is_one_or_images_are_
     (line,) = what_is_off(metrics(rank=1.1), 10, head, 1000)
     assert "classes use 1.1 of their 8 directions" in line
     assert "head.standardize=true" in line
+    (line,) = what_is_off(metrics(rank=1.1), 10, GrassmannHead(64, 10, k=8, standardize=True, normalize=False), 1000)
+    assert line.endswith("try more epochs, or a smaller head.k")  # the rest is set already
     assert what_is_off(metrics(rank=1.0), 10, GrassmannHead(64, 10, k=1), 1000) == []
     assert what_is_off(metrics(rank=1.1, images=30), 10, head, 1000) == []
 

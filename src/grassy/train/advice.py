@@ -28,10 +28,12 @@ def what_is_off(metrics: Metrics, num_classes: int, head: GrassmannHead | None, 
         )
     k = 1 if head is None else head.weight.shape[1]
     rank = metrics.effective_rank
-    if rank is not None and rank < NEAR_ONE and k > 1 and metrics.images >= ENOUGH * num_classes:
+    if head is not None and rank is not None and rank < NEAR_ONE < k and metrics.images >= ENOUGH * num_classes:
+        is_set = head.batch_norm is not None and not head.normalize
+        cure = "more epochs" if is_set else "head.standardize=true head.normalize=false head.gamma=auto"
         found.append(
-            f"classes use {rank:.1f} of their {k} directions on average, little more than a vector would: try "
-            "head.standardize=true head.normalize=false head.gamma=auto, or a smaller head.k"
+            f"classes use {rank:.1f} of their {k} directions on average, little more than a vector would: try {cure}, "
+            "or a smaller head.k"
         )
     return found
 
