@@ -56,5 +56,5 @@ def errors(x, weight, target, impl, gamma=25.0, normalize=True, **options):
 
 def divide(patch, chunk, keep=0, rows=4096):
     """Chunks of so many coordinates and rows whatever there is, and at most so many coordinates kept."""
-    for name, value in (("WHOLE", 0), ("CHUNK", chunk), ("KEEP", keep), ("ROWS", rows)):
+    for name, value in (("WHOLE", 0), ("CHUNK", chunk), ("BLOCK", chunk), ("KEEP", keep), ("ROWS", rows)):
         patch.setattr(cross_entropy, name, value)

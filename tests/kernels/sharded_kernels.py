@@ -13,7 +13,7 @@ from grassy.shards import Shard
 
 #: The whole head, and a shard of it: some labels are elsewhere.
 SHARDS = {"whole": Shard(0, 11, 11), "part": Shard(4, 9, 11), "empty": Shard(9, 9, 11)}
-SIZES = ("WHOLE", "CHUNK", "KEEP", "ROWS")
+SIZES = ("WHOLE", "CHUNK", "BLOCK", "KEEP", "ROWS")
 
 
 def set_sizes(*values):
@@ -41,7 +41,7 @@ def evaluated(impl, shard, dtype=torch.float32, small=False, sampling=None, mixe
     weight.requires_grad_()
     before = [getattr(cross_entropy, name) for name in SIZES]
     if small:
-        set_sizes(1, 80, 80, 4)
+        set_sizes(1, 80, 80, 80, 4)
     if sampling:
         options["sampling"] = Sampling(0.4, 5, torch.tensor(2, device=device), sampling == "corrected", weight)
     try:

@@ -48,10 +48,10 @@ for shape, soft in itertools.product(cases, (False, True)):
     if not soft:
         half[str(shape)] = [logits_errors(x, w, impl, dtype=torch.bfloat16) for impl in ("triton", "reference")]
 
-names = "WHOLE", "CHUNK", "KEEP", "ROWS"
+names = "WHOLE", "CHUNK", "BLOCK", "KEEP", "ROWS"
 before = [getattr(cross_entropy, name) for name in names]
 for size, soft in itertools.product((1, 700, 2**24), (False, True)):
-    for name, value in zip(names, (0, size, 800 if soft else 0, 2)):
+    for name, value in zip(names, (0, size, size, 800 if soft else 0, 2)):
         setattr(cross_entropy, name, value)
     losses[f"chunks {size} soft={soft}"] = errors(*example(3, 23, 3, 20, soft), "triton", label_smoothing=0.1)
 for name, value in zip(names, before):

@@ -36,8 +36,11 @@ WHOLE = 2**26
 CHUNK = 2**24
 #: Largest number of coordinates stored for the backward: 224 MiB in bfloat16. The others are recomputed.
 KEEP = 7 * CHUNK
-#: Rows of a chunk. With more rows, a chunk would hold few classes, and each row would be read and updated more often.
-ROWS = 4096
+#: Rows by which a chunk is sized. A larger batch would leave it few classes, and each row is read once per chunk.
+ROWS = 2048
+#: Largest number of coordinates of a block of rows: 256 MiB in bfloat16. Smaller blocks would fit into the cache, but
+#: their kernels end before a slow host has launched the next ones.
+BLOCK = 2**27
 
 
 class Terms(NamedTuple):
@@ -233,8 +236,8 @@ def chunks(classes: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _batch_blocks(batch: int, size: int, k: int) -> list[slice]:
-    """Return blocks of as many rows each, such that one of them of a chunk of `size` classes fits into the cache."""
-    most = ROWS * max(1, CHUNK // (size * k * ROWS))
+    """Return blocks of as many rows each, with up to BLOCK coordinates of a chunk of `size` classes."""
+    most = max(1, BLOCK // (size * k))
     rows = -(-batch // max(1, -(-batch // most)))
     return [slice(start, min(start + rows, batch)) for start in range(0, max(1, batch), max(1, rows))]
 

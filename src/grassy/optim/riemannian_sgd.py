@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from grassy import geometry, kernels, shards
+from grassy import geometry, shards
 from grassy.kernels import StepOptions
 from grassy.kernels.sampling import forget_gradient, gradient_of_some
+from grassy.kernels.step import add_steps
 from grassy.subspaces import REFUSE_ABOVE, REPAIR_ABOVE
 
 #: Keys of a parameter group that are fields of `StepOptions`.
@@ -131,15 +132,12 @@ class RiemannianSGD(Optimizer):
                 counts.append(state["counts"])
             if not heads:
                 continue
-            weights, grads, buffers = zip(*heads, strict=True)
-            kernels.geodesic_steps(
-                weights,
-                grads,
-                buffers,
+            add_steps(
+                heads,
                 _rate(group),
                 group["momentum"],
-                skip=found_inf if isinstance(found_inf, Tensor) else None,  # the int 0 if there are no gradients
-                counts=counts,
+                counts,
+                found_inf if isinstance(found_inf, Tensor) else None,  # the int 0 if there are no gradients
                 **{name: group[name] for name in STEP_OPTIONS},
             )
             for p, places, whole, updated in samples:
