@@ -17,7 +17,7 @@ from benchmarks.transfer_svm import quality, speed
 from grassy.distributed.processes import find_device
 from grassy.inference.feature_models import open_model
 from grassy.inference.features import extract
-from grassy.transfer.datasets import open_set
+from grassy.transfer.datasets import open_transfer_set
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     model = open_model(args.checkpoint, device)
     result = {**machine(device.type), "model": model.recipe.get("model"), "rows": []}
     for name in args.datasets:
-        data = open_set(name, args.data_dir)
+        data = open_transfer_set(name, args.data_dir)
         train, test = (
             extract(model, images, args.output.parent / "features", device) for images in (data.train, data.test)
         )

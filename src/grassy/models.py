@@ -78,13 +78,13 @@ def check_options(name: str, options: dict[str, Any]) -> None:
     plumbing = _plumbing()
     if wrong := next((key for key in options if key in plumbing), None):
         raise _no_option(name, wrong, options)
-    known = architecture_options(name) | HARMLESS
+    known = _architecture_options(name) | HARMLESS
     wrong = next((key for key in options if key not in known), None)
     if wrong is not None and _ignores_unknown_options(name):
         raise _no_option(name, wrong, options)
 
 
-def architecture_options(name: str) -> set[str]:
+def _architecture_options(name: str) -> set[str]:
     """Return the arguments of all modules and the fields of all configs in the file that defines a model."""
     timm = import_timm()
     name = timm.models.get_deprecated_models().get(name.split(".")[0]) or name
@@ -121,7 +121,7 @@ def _unexpected(error: Exception) -> str | None:
 
 
 def _no_option(name: str, key: str, options: dict[str, Any]) -> ValueError:
-    hint = nearest(key, architecture_options(name) - _plumbing() - {key})
+    hint = nearest(key, _architecture_options(name) - _plumbing() - {key})
     return ValueError(f"model {name} has no option {key!r}{hint}; check model_kwargs {options}")
 
 

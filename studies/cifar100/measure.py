@@ -25,7 +25,7 @@ from grassy.precision import amp_dtype
 from grassy.recipes.recipe import Recipe
 from grassy.surgery import find_classifiers
 from grassy.transfer import search_svm
-from grassy.transfer.datasets import KNOWN, MissingData, TransferSet, open_set
+from grassy.transfer.datasets import KNOWN, MissingData, TransferSet, open_transfer_set
 from grassy.transfer.protocol import accuracy
 from studies.cifar100.plan import HELD_OUT, HELD_OUT_SEED, SETS
 
@@ -51,8 +51,8 @@ def find_set(name: str, data_dir: Path) -> TransferSet:
     """A data set by its name: in a folder of that name, or with 64 behind it, or as torchvision has it."""
     beside = data_dir / f"{name}64"
     if (data_dir / name).exists() or not beside.exists():
-        return open_set(name, data_dir)
-    return replace(open_set(f"{name}={beside}", data_dir), metric=KNOWN[name][3])
+        return open_transfer_set(name, data_dir)
+    return replace(open_transfer_set(f"{name}={beside}", data_dir), metric=KNOWN[name][3])
 
 
 def split(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

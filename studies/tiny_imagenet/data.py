@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grassy.transfer.datasets import MissingData, TransferSet, open_set
+from grassy.transfer.datasets import MissingData, TransferSet, open_transfer_set
 from studies.cifar100.measure import Labelled, View, as_arrays, find_set, look
 from studies.tiny_imagenet.plan import CIFAR100, HELD_OUT, HELD_OUT_SEED, SUPERCLASSES, TINY, Entry
 
@@ -29,7 +29,7 @@ SUPERCLASS = np.array([
 
 def find(name: str, data_dir: Path) -> TransferSet:
     """A data set by its name, Tiny-ImageNet included."""
-    return open_set(f"{name}={data_dir / name}", data_dir) if name == TINY else find_set(name, data_dir)
+    return open_transfer_set(f"{name}={data_dir / name}", data_dir) if name == TINY else find_set(name, data_dir)
 
 
 def split(labels: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:

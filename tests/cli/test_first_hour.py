@@ -18,7 +18,7 @@ from grassy.runs.state import STATE, read_torch, write_torch
 from grassy.runs.weights import BEST, read_description
 from grassy.train import loop, pretrained
 from grassy.train.pretrained import preparation_of_weights
-from grassy.transfer.datasets import of_runs, open_set
+from grassy.transfer.datasets import of_runs, open_transfer_set
 from training_cases import TINY, assert_same_weights, tiny_folders, tiny_recipe
 
 #: A small model with random weights, in place of what `finetune` would fetch.
@@ -94,9 +94,9 @@ def test_bare_grassy_prints_its_help(capsys):
 def test_the_data_of_a_run_can_be_transferred_to_with_its_own_split(photos):
     assert main(["train", "finetune", *SMALL, "--data-dir", "all", "--epochs", "1"]) == 0
     (name,) = of_runs(["runs/finetune"])
-    data = open_set(name, None)
+    data = open_transfer_set(name, None)
     assert (data.name, len(data.train), len(data.test)) == ("all", 20, 4)
-    again = open_set("mine=all", None)  # the same rule, without a run
+    again = open_transfer_set("mine=all", None)  # the same rule, without a run
     assert {again.test.name(i) for i in range(4)} == {data.test.name(i).split(f"{photos.parent}/")[1] for i in range(4)}
     with pytest.raises(ValueError, match="does not say what it was trained on: give --datasets"):
         of_runs(["timm/resnet18"])

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import grassy
-from grassy.data.held_out import held_out, open_set, set_to_split
+from grassy.data.held_out import held_out, open_with_keys, set_to_split
 from grassy.data.run_data import open_data
 from grassy.distributed.processes import Process
 from grassy.inference.validate import validate
@@ -68,7 +68,7 @@ def test_the_split_depends_on_its_own_seed_alone(tmp_path):
 
 @pytest.mark.parametrize(("images", "fraction", "held"), [(1, 0.5, 0), (2, 0.01, 1), (2, 0.99, 1), (3, 0.9, 2)])
 def test_small_classes_are_in_both_parts_if_they_have_two_images(tmp_path, images, fraction, held):
-    found, keys = open_set(photos(tmp_path, few=images, many=10))
+    found, keys = open_with_keys(photos(tmp_path, few=images, many=10))
     assert sum(key.startswith("few") for key in held_out(found, keys, fraction, 0)) == held
 
 
@@ -134,7 +134,7 @@ def tar_of(folder):
 )
 def test_the_classes_of_a_folder_to_split_are_its_topmost_folders(tmp_path, packed, places, counts):
     place = nested(tmp_path / "set", *places)
-    images, _ = open_set(tar_of(place) if packed else place)
+    images, _ = open_with_keys(tar_of(place) if packed else place)
     labels = Counter(images.class_names[label] for label in images.labels().tolist())
     assert labels == counts
     assert images.class_names == list(counts)
@@ -155,10 +155,10 @@ def test_images_that_lie_deeper_than_their_class_folders_are_mentioned(tmp_path)
 def test_an_empty_class_folder_is_refused_and_an_empty_folder_within_one_is_not(tmp_path):
     folder = nested(tmp_path / "set", "cat/2021", "dog")
     (folder / "cat" / "2022").mkdir()
-    assert open_set(folder)[0].class_names == ["cat", "dog"]
+    assert open_with_keys(folder)[0].class_names == ["cat", "dog"]
     (folder / "owl" / "2021").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"class folder .*owl.* holds no images"):
-        open_set(folder)
+        open_with_keys(folder)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["folders", "tar"])

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from grassy.distributed import state as state_module
 from grassy.distributed.saves import newest, open_state
-from grassy.distributed.state import load_state, read_tensors, save_state
+from grassy.distributed.state import load_state, read_saved, save_state
 from ranks import on_ranks
 from sharded_state import Model, assert_same, build, put, saved_on_four, shards, train, whole
 
@@ -47,7 +47,7 @@ def test_four_ranks_save_and_any_number_of_ranks_loads_the_same_bits_and_goes_on
     model, optimizer = build(sharded=False)  # one process, without a group
     load_state(tmp_path / "state", model, optimizer)
     assert_same(whole(model, optimizer), expected)
-    assert torch.equal(read_tensors(open_state(tmp_path / "state"), "model")["weight"], expected["weight"])
+    assert torch.equal(read_saved(open_state(tmp_path / "state"), "model")["weight"], expected["weight"])
 
 
 # ------------------------------------------------------------------------------------------------ whole or not at all

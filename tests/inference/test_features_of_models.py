@@ -272,7 +272,7 @@ def test_the_key_of_a_part_of_a_tar_changes_with_the_tar_and_with_nothing_else(t
                 tar.add(tmp_path / "0.png", arcname=name)
 
     def keys():
-        images, names = held_out.open_set(tmp_path / "set.tar")
+        images, names = held_out.open_with_keys(tmp_path / "set.tar")
         return [feature_module.fingerprint(held_out.part_of(images, names, names[:1], inside)) for inside in (0, 1)]
 
     (tmp_path / "elsewhere").mkdir()

@@ -13,7 +13,7 @@ from grassy.data.stream_loader import StreamLoader
 from grassy.data.worker_loader import WorkerLoader
 from grassy.data.worker_processes import processors
 from grassy.train import input_wait
-from grassy.train.input_wait import InputWait, advice
+from grassy.train.input_wait import InputWait, advice_on_waiting
 from grassy.train.loop import train
 from training_cases import tiny_arrays, tiny_folders, tiny_recipe
 
@@ -127,16 +127,16 @@ def arrays():
 def test_the_advice_fits_the_images(data, expected, monkeypatch):
     monkeypatch.setattr(input_wait, "processors", lambda: 8)
     recipe = tiny_recipe(workers=8)
-    assert advice(0.05, recipe, data) is None
-    assert expected in advice(0.5, recipe, data)
+    assert advice_on_waiting(0.05, recipe, data) is None
+    assert expected in advice_on_waiting(0.5, recipe, data)
     monkeypatch.setattr(input_wait.importlib.util, "find_spec", lambda name: None)
     decodes = ".jpg" in "".join(getattr(data.train.images, "names", [])) and expected.startswith("`grassy")
-    assert ("pip install simplejpeg" in advice(0.5, recipe, data)) == decodes
+    assert ("pip install simplejpeg" in advice_on_waiting(0.5, recipe, data)) == decodes
 
 
 def test_the_advice_fits_the_machine(monkeypatch):
     recipe, data = tiny_recipe(workers=12), files("a/0.jpg")
     monkeypatch.setattr(input_wait, "processors", lambda: 96)
-    assert "try workers=96, one per available CPU core" in advice(0.5, recipe, data)
+    assert "try workers=96, one per available CPU core" in advice_on_waiting(0.5, recipe, data)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert "try workers=24, one per available CPU core of this process" in advice(0.5, recipe, data)
+    assert "try workers=24, one per available CPU core of this process" in advice_on_waiting(0.5, recipe, data)

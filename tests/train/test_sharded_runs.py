@@ -13,7 +13,7 @@ from PIL import Image
 import grassy
 from grassy import cli
 from grassy.distributed.saves import newest, open_state, read_plain
-from grassy.distributed.state import read_tensors
+from grassy.distributed.state import read_saved
 from grassy.inference import validate as validate_module
 from grassy.inference.validate import validate
 from grassy.recipes.changes import with_changes
@@ -56,7 +56,7 @@ def run_on(world, recipe, data, output, resume="", stop_after=0):
 def state_of(output, folder=SAVES):
     """All that is saved, without what takes a time."""
     saved = open_state(output / folder)
-    tensors = {kind: read_tensors(saved, kind) for kind in ("model", "average", "optim", "own")}
+    tensors = {kind: read_saved(saved, kind) for kind in ("model", "average", "optim", "own")}
     plain = json.loads(json.dumps(saved.plain))
     for row in [plain.get("progress", {}), *plain.get("progress", {}).get("rows", [])]:
         for name in ("seconds", "input_share"):

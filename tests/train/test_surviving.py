@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from grassy.distributed.saves import open_state
-from grassy.distributed.state import read_tensors
+from grassy.distributed.state import read_saved
 from grassy.runs.state import SAVES
 from grassy.runs.weights import BEST, BEST_SAVES, LAST, read_weights
 from torchrun import Torchrun, is_saving, updates_saved
@@ -64,7 +64,7 @@ def test_ranks_that_are_killed_again_and_again_cost_nothing_that_was_saved(tmp_p
         assert all(torch.equal(ends[key], expected[key]) for key in expected)
     assert not is_saving(tmp_path / "run")
     if sharded:  # the optimizer's state, too
-        ends, expected = (read_tensors(open_state(tmp_path / name / SAVES), "optim") for name in ("run", "whole"))
+        ends, expected = (read_saved(open_state(tmp_path / name / SAVES), "optim") for name in ("run", "whole"))
         assert all(torch.equal(ends[key], expected[key]) for key in expected)
 
 

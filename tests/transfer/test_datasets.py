@@ -8,7 +8,7 @@ from PIL import Image
 
 from grassy.data.images import ArrayImages
 from grassy.transfer import datasets
-from grassy.transfer.datasets import MissingData, open_set
+from grassy.transfer.datasets import MissingData, open_transfer_set
 
 COUNTS = {"train": 4, "training": 4, "val": 3, "valid": 3, "test": 2}
 
@@ -43,7 +43,7 @@ def make(folder, kind, splits):
     ],
 )
 def test_a_validation_split_is_trained_on_only_beside_a_test_split(kind, splits, train, test, tmp_path):
-    data = open_set(f"mine={make(tmp_path / 'mine', kind, splits)}", None)
+    data = open_transfer_set(f"mine={make(tmp_path / 'mine', kind, splits)}", None)
     assert (data.name, len(data.train), len(data.test)) == ("mine", train, test)
     assert data.train.labels().tolist().count(1) == train // 2
     assert data.test.load(0)[0].shape == (8, 8, 3)
@@ -55,9 +55,9 @@ def test_what_is_not_there_is_named(tmp_path):
         (("train",), "no test or"),
     ]:
         with pytest.raises(MissingData, match=message):
-            open_set(str(make(tmp_path / "-".join(splits), "npz", splits)), None)
+            open_transfer_set(str(make(tmp_path / "-".join(splits), "npz", splits)), None)
     with pytest.raises(MissingData, match="did you mean 'flowers'"):
-        open_set("flower", tmp_path)
+        open_transfer_set("flower", tmp_path)
 
 
 def test_a_single_file_is_not_a_training_and_a_test_set(tmp_path):
@@ -65,17 +65,17 @@ def test_a_single_file_is_not_a_training_and_a_test_set(tmp_path):
     make(tmp_path / "t", "tar", ["train"])
     for file in (tmp_path / "train.npz", tmp_path / "t" / "train.tar"):
         with pytest.raises(MissingData, match="is a file: give a folder with a training and a test set"):
-            open_set(f"mine={file}", None)
+            open_transfer_set(f"mine={file}", None)
 
 
 def test_digits_and_the_readers_of_training_are_data_sets(tmp_path):
-    data = open_set("digits", None)
+    data = open_transfer_set("digits", None)
     assert (data.name, len(data.train), len(data.test)) == ("digits", 1437, 360)
-    assert open_set("d=digits", None).name == "d"
+    assert open_transfer_set("d=digits", None).name == "d"
     with pytest.raises(MissingData, match=r"torch/cifar10: .*--data-dir"):
-        open_set("torch/cifar10", None)
+        open_transfer_set("torch/cifar10", None)
     with pytest.raises(MissingData, match="torch/cifar10"):
-        open_set("torch/cifar10", tmp_path)
+        open_transfer_set("torch/cifar10", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_torchvision_is_asked_for_the_splits_of_the_paper(name, kind, train, tes
             self.data, self.targets = np.full((3, 4, 4, 3), len(asked), np.uint8), [0, 1, 0]
 
     monkeypatch.setattr(torchvision.datasets, kind, Fake)
-    data = open_set(name, tmp_path)
+    data = open_transfer_set(name, tmp_path)
     assert asked == [*train, test]
     assert len(data.train) == 3 * len(train)
     assert isinstance(data.test, ArrayImages)
@@ -115,6 +115,6 @@ def test_a_class_may_have_the_name_of_a_split(tmp_path):
         (tmp_path / name).mkdir()
         for i in range(5):
             Image.new("RGB", (8, 8), (i, i, i)).save(tmp_path / name / f"{i}.png")
-    data = open_set(str(tmp_path), None)
+    data = open_transfer_set(str(tmp_path), None)
     assert (len(data.train), len(data.test)) == (12, 3)
     assert list(data.train.class_names) == ["bus", "test", "train"]

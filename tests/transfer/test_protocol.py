@@ -18,7 +18,7 @@ from grassy.inference.feature_models import FeatureModel
 from grassy.inference.features import Features
 from grassy.train.loop import train
 from grassy.transfer import datasets, protocol, table
-from grassy.transfer.datasets import MissingData, open_set
+from grassy.transfer.datasets import MissingData, open_transfer_set
 from training_cases import tiny_arrays, tiny_folders, tiny_recipe, tiny_run
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def test_known_names_have_the_metrics_of_the_paper():
 def test_a_validation_split_beside_a_test_split_is_trained_on(tmp_path):
     tiny_arrays(tmp_path / "flowers", images=12)
     (tmp_path / "flowers" / "val.npz").write_bytes((tmp_path / "flowers" / "train.npz").read_bytes())
-    data = open_set("flowers", tmp_path)
+    data = open_transfer_set("flowers", tmp_path)
     assert (len(data.train), len(data.test), data.metric) == (24, 6, "mean_per_class")
     assert data.train.labels().tolist() == [0, 1, 2] * 8
     assert data.train.load(13)[1] == 1
@@ -60,7 +60,7 @@ def test_torchvisions_own_copies_are_read(tmp_path):
             Image.new("RGB", (9, 9), (i * 20, 0, 0)).save(base / "images" / f"{name}.jpg")
             rows.append(f"{name} {i % 2 + 1} 1 1\n")
         (base / "annotations" / f"{split}.txt").write_text("".join(rows))
-    data = open_set("pets", tmp_path)
+    data = open_transfer_set("pets", tmp_path)
     assert data.train.labels().tolist() == [0, 1, 0, 1]
     assert data.test.load(1)[1] == 1
     assert data.train.name(2).endswith("Abyssinian_trainval2.jpg")
@@ -69,11 +69,11 @@ def test_torchvisions_own_copies_are_read(tmp_path):
 def test_absent_data_says_what_to_do(tmp_path):
     for name in datasets.KNOWN:
         with pytest.raises(MissingData, match=rf"{name} is not in .*torchvision\.datasets\.\w+\(.*download=True"):
-            open_set(name, tmp_path)
+            open_transfer_set(name, tmp_path)
     with pytest.raises(MissingData, match="give --data-dir"):
-        open_set("pets", None)
+        open_transfer_set("pets", None)
     with pytest.raises(MissingData, match="the known datasets are cifar10"):
-        open_set("petz", tmp_path)
+        open_transfer_set("petz", tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------ protocol
@@ -239,7 +239,7 @@ def test_a_choice_at_the_end_of_the_grid_is_said():
 def sets_in_memory(monkeypatch, **features):
     """Data sets by name whose features are (train, test), without images or a model."""
     opened = {name: any_set("top1", name) for name in features}
-    monkeypatch.setattr(protocol, "open_set", lambda name, _: opened[name])
+    monkeypatch.setattr(protocol, "open_transfer_set", lambda name, _: opened[name])
     calls = []
 
     def extracted(model, images, *_, progress, **__):

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from grassy.cli.parser import Commands, add_command, add_device, add_run, run_of
+from grassy.cli.parser import Commands, add_command, add_device, add_run, chosen_run
 
 
 def add(commands: Commands) -> None:
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
     from grassy.report.analyze import analyze, gone_folder, render
     from grassy.runs.records import data_is_gone
 
-    run = run_of(args)
+    run = chosen_run(args)
     result = analyze(
         run,
         args.data_dir,

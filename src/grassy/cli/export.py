@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from grassy.cli.parser import Commands, add_command, add_run, run_of
+from grassy.cli.parser import Commands, add_command, add_run, chosen_run
 
 
 def add(commands: Commands) -> None:
@@ -32,6 +32,6 @@ def run(args: argparse.Namespace) -> None:
     from grassy.inference.export import export
 
     batch = int(args.batch_size) if args.batch_size.isdecimal() else args.batch_size
-    run = run_of(args)
+    run = chosen_run(args)
     output = args.output or (run if run.is_dir() else run.parent) / "model.onnx"
     export(run, output, batch, args.opset)

@@ -93,7 +93,7 @@ RUN = "the folder of a run, or its .safetensors file"
 
 
 def add_run(parser: Parser) -> None:
-    """Add the one run of a command, as an argument or as --checkpoint: `run_of` reads either."""
+    """Add the one run of a command, as an argument or as --checkpoint: `chosen_run` reads either."""
     parser.add_argument("run_folder", nargs="?", metavar="RUN", help=RUN)
     add_checkpoint(parser)
     parser.set_defaults(words="run_folder")
@@ -110,7 +110,7 @@ def add_checkpoint(parser: Parser, **options: Any) -> None:
     parser.add_argument("--checkpoint", metavar="RUN", help="RUN, given as an option", **options)
 
 
-def run_of(args: argparse.Namespace) -> Path:
+def chosen_run(args: argparse.Namespace) -> Path:
     """The one run that was given."""
     given = dict.fromkeys([*listed(args.run_folder), *listed(args.checkpoint)])
     if len(given) > 1:

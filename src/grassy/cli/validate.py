@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from grassy.cli.parser import Commands, add_command, add_device, add_run, run_of
+from grassy.cli.parser import Commands, add_command, add_device, add_run, chosen_run
 
 
 def add(commands: Commands) -> None:
@@ -31,14 +31,16 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     from grassy.inference.validate import paper_figures, validate
 
-    result = validate(run_of(args), args.data_dir, args.split, args.dataset, args.batch_size, args.workers, args.device)
+    result = validate(
+        chosen_run(args), args.data_dir, args.split, args.dataset, args.batch_size, args.workers, args.device
+    )
     if result is None:  # only the first process prints
         return
     if args.json:
         print(json.dumps(result.to_dict()))
     else:
         print(f"top-1 {result.top1:.2f}, top-5 {result.top5:.2f}, loss {result.loss:.4f} ({result.images} images)")
-        if figures := paper_figures(run_of(args)):
+        if figures := paper_figures(chosen_run(args)):
             shown = [
                 f"{name} {figures[key]:.2f}" for name, key in (("top-1", "top1"), ("top-5", "top5")) if key in figures
             ]

@@ -22,7 +22,7 @@ def is_run(path: Path) -> bool:
         return False
 
 
-def runs_in(folder: Path) -> list[Path]:
+def _runs_in(folder: Path) -> list[Path]:
     """The first few runs in a folder."""
     if not folder.is_dir():
         return []
@@ -35,7 +35,7 @@ def check_run(path: Path) -> None:
     if str(path).startswith(ELSEWHERE):
         return
     if not path.exists():
-        near = ", ".join(map(str, runs_in(path.parent)))
+        near = ", ".join(map(str, _runs_in(path.parent)))
         raise ValueError(f"there is no run or file of weights {path}{f'; runs found nearby: {near}' if near else ''}")
-    if path.is_dir() and not is_run(path) and (inside := runs_in(path)):
+    if path.is_dir() and not is_run(path) and (inside := _runs_in(path)):
         raise ValueError(f"{path} is a folder of runs, not a run: name one of them, such as {inside[0]}")

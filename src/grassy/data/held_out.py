@@ -12,7 +12,7 @@ import numpy as np
 
 from grassy.data.class_folders import FolderImages, open_files, path_in_tars
 from grassy.data.images import ArrayImages, Images, arrays_from_file
-from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, advice, below_the_split, holds_images, split_place
+from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, below_the_split, holds_images, layout_hint, split_place
 from grassy.recipes.recipe import Recipe
 
 Files = ArrayImages | FolderImages
@@ -31,13 +31,13 @@ def set_to_split(recipe: Recipe, data_dir: Path | None) -> Path | None:
     if validation is not None:
         return None  # without a training set beside it, the caller reports an error
     if train is None and below_the_split(data_dir) is not None:
-        raise ValueError(f"{data_dir} holds neither class folders nor train and val{advice(data_dir)}")
+        raise ValueError(f"{data_dir} holds neither class folders nor train and val{layout_hint(data_dir)}")
     if train is None and holds_images(data_dir):
-        raise ValueError(f"{data_dir} holds no class folders{advice(data_dir)}")
+        raise ValueError(f"{data_dir} holds no class folders{layout_hint(data_dir)}")
     return train or data_dir
 
 
-def open_set(place: Path, class_names: Sequence[str] | None = None) -> tuple[Files, list[str]]:
+def open_with_keys(place: Path, class_names: Sequence[str] | None = None) -> tuple[Files, list[str]]:
     """All images of a set, and a key for each: its path in the set, which survives moving the set and packing it."""
     if place.suffix == ".npz":
         arrays = arrays_from_file(place, place.stem, class_names)
@@ -47,7 +47,7 @@ def open_set(place: Path, class_names: Sequence[str] | None = None) -> tuple[Fil
 
 
 def recorded_keys(recorded: Sequence[str], place: Path) -> set[str]:
-    """The keys that a run recorded, as `open_set` gives them: earlier versions put the name of a tar before them."""
+    """The keys that a run recorded, as in `open_with_keys`. Earlier versions put the name of a tar before them."""
     keys = (key.removeprefix(f"{place.name}:").partition(".tar:") for key in recorded)
     return {path_in_tars(start, PurePosixPath(rest)) if rest else start for start, _, rest in keys}
 
@@ -87,7 +87,7 @@ def split(recipe: Recipe, place: Path, recorded: Sequence[str] | None = None) ->
 
     recorded: the keys that a run held out before; missing ones are dropped.
     """
-    images, keys = open_set(place)
+    images, keys = open_with_keys(place)
     if recorded is not None:
         chosen = recorded_keys(recorded, place).intersection(keys)
         if not chosen:

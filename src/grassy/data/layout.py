@@ -43,7 +43,7 @@ def folder_of_split(root: Path, split: str) -> Path:
     names = split_names(split)
     wanted = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
     listing = f"found {', '.join(found)}{' ...' if len(found) == 5 else ''}" if found else "it is empty"
-    raise ValueError(f"{root} has no folder {wanted}{nearest(split, found)}; {listing}{advice(root)}")
+    raise ValueError(f"{root} has no folder {wanted}{nearest(split, found)}; {listing}{layout_hint(root)}")
 
 
 def holds_images(folder: Path) -> bool:
@@ -67,7 +67,7 @@ def below_the_split(folder: Path) -> Path | None:
     return found[0] if len(found) == 1 and split_place(found[0], VALIDATION_NAMES) else None
 
 
-def advice(folder: Path) -> str:
+def layout_hint(folder: Path) -> str:
     """A phrase to append to an error about a folder that is no dataset: what the user may have meant, or ""."""
     folder = folder.absolute()
     parts = (*TRAIN_NAMES, *VALIDATION_NAMES)

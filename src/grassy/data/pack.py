@@ -22,7 +22,7 @@ from grassy.atomic import folder_when_whole
 from grassy.data.batch import Failure
 from grassy.data.class_folders import PACKED, FolderImages, open_files
 from grassy.data.decode import Box, plain_file, reason_for
-from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, advice, folders_in, holds_images, split_place
+from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, folders_in, holds_images, layout_hint, split_place
 from grassy.data.worker_processes import processors
 from grassy.terminal import bar, readable_bytes
 
@@ -106,7 +106,7 @@ def _splits(source: Path, names: Sequence[str] | None) -> dict[str, Split]:
         if names and (missing := [name for name in names if name not in places]):
             raise ValueError(f"{source} has no split {missing[0]!r}, as a folder or .tar")
         if not places and holds_images(source):
-            raise ValueError(f"{source} holds no class folders{advice(source)}")
+            raise ValueError(f"{source} holds no class folders{layout_hint(source)}")
     if not names and places and not any(name in TRAIN_NAMES for name in places):
         classes = [folder.name for folder in folders_in(source) if folder.name not in places]
         if classes:

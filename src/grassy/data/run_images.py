@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from grassy.data.class_folders import FolderImages
-from grassy.data.held_out import held_out, open_set, part_of, recorded_keys, set_to_split
+from grassy.data.held_out import held_out, open_with_keys, part_of, recorded_keys, set_to_split
 from grassy.data.images import Images, check_labels, open_images
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, split_place
 from grassy.recipes.changes import with_changes
@@ -43,12 +43,12 @@ def run_images(file: Path, about: Description, recipe: Recipe, data_dir: Path | 
         images = open_images(recipe.dataset, data_dir, recipe.val_split, about.class_names)
     else:
         images = _part(file, about, recipe, place, notes)
-    check_order(images, about, file)
+    _check_order(images, about, file)
     check_labels(images, about.num_classes, f"split {recipe.val_split}")
     return images, notes
 
 
-def check_order(images: Images, about: Description, file: Path) -> None:
+def _check_order(images: Images, about: Description, file: Path) -> None:
     """Raise a ValueError for class folders that cannot be matched to the model's classes.
 
     Libraries order folders differently: torchvision puts Zebra before ant and 10 before 2; timm and grassy do not.
@@ -65,7 +65,7 @@ def _part(file: Path, about: Description, recipe: Recipe, place: Path, notes: li
     training = recipe.val_split in TRAIN_NAMES
     if not training and recipe.val_split not in VALIDATION_NAMES:
         raise ValueError(f"{place} is split by val_fraction into train and val: it has no split {recipe.val_split!r}")
-    images, keys = open_set(place, about.class_names)
+    images, keys = open_with_keys(place, about.class_names)
     recorded, before = read_split(file.parent), remembered_data_dir(file.parent)
     if recorded is None and took_given_parts(file.parent):
         if training:

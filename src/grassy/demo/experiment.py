@@ -110,7 +110,7 @@ def run(output: Path, settings: Settings = FULL) -> dict[str, Any]:
                 runs.append({"head": label, "seed": seed, "held_out": split.held_out, **measured})
                 if seed == 0:
                     pages.append(page_run(label, (name, options), model, split.test, names, losses))
-                    spreads[label] = spread_of(seen_features(model, split.test[0]), *split.test, names)
+                    spreads[label] = spread_of(_seen_features(model, split.test[0]), *split.test, names)
                 if not console.is_terminal:
                     shown = ", ".join(
                         f"{key} {measured[key]:.{digits}f}" for key, _, digits in MEASURES if key in measured
@@ -193,7 +193,7 @@ def train(model: nn.Sequential, data: Images, settings: Settings, report: Callab
 
 
 @torch.no_grad()
-def seen_features(model: nn.Sequential | None, images: Tensor) -> Tensor:
+def _seen_features(model: nn.Sequential | None, images: Tensor) -> Tensor:
     """Features (B, N) of length 1, as the head sees them; without a model, the pixels."""
     if model is None:
         return nn.functional.normalize(images.flatten(1), dim=-1)
@@ -205,7 +205,7 @@ def seen_features(model: nn.Sequential | None, images: Tensor) -> Tensor:
 @torch.no_grad()
 def measure(model: nn.Sequential | None, split: Split, seed: int) -> dict[str, float]:
     """All MEASURES of a model, or those that pixels have: what is there without any training."""
-    train, test, unseen = (seen_features(model, images) for images, _ in (split.train, split.test, split.unseen))
+    train, test, unseen = (_seen_features(model, images) for images, _ in (split.train, split.test, split.unseen))
     known, asked = style(split.train[0]), style(split.test[0])
     found = {
         "angle": variability(test, split.test[1]),
@@ -224,25 +224,25 @@ def measure(model: nn.Sequential | None, split: Split, seed: int) -> dict[str, f
     return found
 
 
-def values_of(runs: list[dict[str, Any]], head: str, key: str) -> list[float]:
+def _values_of(runs: list[dict[str, Any]], head: str, key: str) -> list[float]:
     """One value per seed; none where the head has no such measure."""
     return [run[key] for run in runs if run["head"] == head and key in run]
 
 
 def compare(runs: list[dict[str, Any]], key: str, against: str) -> Difference:
     """The large subspaces minus another head."""
-    return difference(values_of(runs, OURS, key), values_of(runs, against, key))
+    return difference(_values_of(runs, OURS, key), _values_of(runs, against, key))
 
 
 def summarize(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """For each measure the mean of each head over seeds, and the differences of the large subspaces from softmax."""
     return {
         key: {
-            **{head: statistics.fmean(found) for head in (*HEADS, "pixels") if (found := values_of(runs, head, key))},
+            **{head: statistics.fmean(found) for head in (*HEADS, "pixels") if (found := _values_of(runs, head, key))},
             **{
                 f"{OURS} - {head}": compare(runs, key, head)._asdict()
                 for head in (SOFTMAX, STANDARDIZED)
-                if values_of(runs, head, key)
+                if _values_of(runs, head, key)
             },
         }
         for key, _, _ in MEASURES
@@ -253,7 +253,7 @@ def sentences(runs: list[dict[str, Any]]) -> list[str]:
     """Three sentences on what was seen and what was not, whatever the numbers are."""
 
     def mean(head: str, key: str) -> float:
-        return statistics.fmean(values_of(runs, head, key))
+        return statistics.fmean(_values_of(runs, head, key))
 
     def lead(key: str, decimals: int) -> str:
         found = compare(runs, key, SOFTMAX)

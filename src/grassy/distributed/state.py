@@ -74,10 +74,10 @@ def save_state(
         tensors |= states
     for name, tensor in (own or {}).items():
         tensors[f"own.{name}"] = rows_of_ranks(tensor)
-    return save_tensors(Path(folder), tensors, {"plain": dict(plain or {}), "optimizer": described}, keep)
+    return _save_tensors(Path(folder), tensors, {"plain": dict(plain or {}), "optimizer": described}, keep)
 
 
-def save_tensors(folder: Path, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], keep: int = 1) -> Path:
+def _save_tensors(folder: Path, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], keep: int = 1) -> Path:
     """Write tensors, sharded or equal on all ranks, and JSON values as a new save in `folder`."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -166,7 +166,7 @@ def load_tensors(saved: Saved, tensors: Mapping[str, Tensor], alone: bool = Fals
         dcp_load(detached, storage_reader=reader, no_dist=alone or not dist.is_initialized())
 
 
-def read_tensors(saved: Saved, prefix: str) -> dict[str, Tensor]:
+def read_saved(saved: Saved, prefix: str) -> dict[str, Tensor]:
     """Read the whole tensors of one kind in this process, by their names without the prefix."""
     names = {name: name.removeprefix(f"{prefix}.") for name in saved.tensors if name.startswith(f"{prefix}.")}
     tensors = {name: torch.empty(saved.tensors[name][1], dtype=saved.tensors[name][0]) for name in names}

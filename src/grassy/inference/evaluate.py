@@ -57,7 +57,7 @@ def evaluate(
     failures: list[Failure] = []
     scores: list[float] = []
     with evaluating(model), SubspaceUse(model) as use, OutlierScores(model) as outliers:
-        for batch in in_step(batches, own_batches, device):
+        for batch in _in_step(batches, own_batches, device):
             failures += batch.failures
             if not batch.images.numel():  # no image could be read anywhere, so the image size is unknown
                 continue
@@ -111,7 +111,7 @@ def judged(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Te
     return answers[:, 0], answers[:, 1:].long() == labels[:, None]
 
 
-def in_step(batches: Iterable[Batch], own_batches: bool, device: torch.device) -> Iterator[Batch]:
+def _in_step(batches: Iterable[Batch], own_batches: bool, device: torch.device) -> Iterator[Batch]:
     """The same batches, padded with blank images so that all processes run equally many forward passes of equal size.
 
     A model with sharded weights needs every process in each forward pass. A process without further images, or without

@@ -86,7 +86,7 @@ def save(
     path = Path(path)
     if path.suffix in OTHER_FILES:
         raise ValueError(f"path must be a folder or end in .safetensors, got {path}")
-    model = unwrapped(model)
+    model = _unwrapped(model)
     if has_adapters(model):
         raise ValueError(
             f"{type(model).__name__} has PEFT adapters: save model.merge_and_unload(), or the adapters alone with "
@@ -153,7 +153,7 @@ def _without_places(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def _unwrapped(model: nn.Module) -> nn.Module:
     """The model inside a torch.compile, DDP or averaging wrapper."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel | swa_utils.AveragedModel):

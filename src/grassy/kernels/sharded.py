@@ -258,7 +258,7 @@ class _InChunks(torch.autograd.Function):
             state = nothing_observed(x, torch.promote_types(params[0].dtype, torch.float32))
         loss, normalizer, terms = losses(state, labels, weights, shard, terms, len(params[0]))
         ctx.save_for_backward(x, labels, places, weights, normalizer, *params)
-        ctx.logits, ctx.size, ctx.shard, ctx.terms, ctx.autocast = logits, size, shard, terms, autocast_as_now(x)
+        ctx.logits, ctx.size, ctx.shard, ctx.terms, ctx.autocast = logits, size, shard, terms, _autocast_as_now(x)
         return own(loss, shard.group).clone()
 
     @staticmethod
@@ -280,7 +280,7 @@ class _InChunks(torch.autograd.Function):
         return scattered_gradient(pulled, x.dtype, ctx.shard.group), *(None,) * 7, *results
 
 
-def autocast_as_now(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
+def _autocast_as_now(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
     """Return a factory of contexts with the current autocast state, which a backward does not have."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):

@@ -234,12 +234,12 @@ def read_analysis(path: Path) -> dict[str, Any]:
     if not isinstance(result, dict) or result.get("version") != VERSION or "angles" not in result:
         raise ValueError(f"{path} is not an analysis of this version of grassy: run grassy analyze again")
     try:
-        return check_analysis(result)
+        return _check_analysis(result)
     except ValueError as error:
         raise ValueError(f"{path} is damaged, run grassy analyze again: {error}") from None
 
 
-def check_analysis(result: dict[str, Any]) -> dict[str, Any]:
+def _check_analysis(result: dict[str, Any]) -> dict[str, Any]:
     """Check an analysis; a ValueError names a field that is missing, of another type or out of bounds."""
     for name, check in FIELDS.items():
         if name not in result:

@@ -253,14 +253,14 @@ def render_page(runs: Sequence[PageRun], title: str = "", opening: str = "") -> 
         "title": html.escape(title or ", ".join(run.name for run in runs)),
         "styles": "\n".join(map(_file, STYLES)),
         "scripts": "\n".join(map(_file, SCRIPTS)),
-        "data": script_safe_json(data),
+        "data": _script_safe_json(data),
         "opening": opening,
     }
     # In one pass, so that inserted text is not searched for placeholders.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: contents[match[1]], _file("page.html"))
 
 
-def script_safe_json(value: Any) -> str:
+def _script_safe_json(value: Any) -> str:
     """JSON for a script element: without "<", nothing ends the element or opens a comment."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

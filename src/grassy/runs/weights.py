@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from grassy.atomic import write_atomically
 from grassy.distributed.saves import MANIFEST, Saved, newest, open_state, read_plain
-from grassy.distributed.state import read_tensors
+from grassy.distributed.state import read_saved
 from grassy.heads import GrassmannHead
 from grassy.models import without_pretrained
 from grassy.recipes.files import ARGS
@@ -218,7 +218,7 @@ def _read_whole(save: Path) -> dict[str, Tensor]:
             f"{save} holds {sum(sizes) / 2**30:.0f} GiB of weights, and this machine has {memory / 2**30:.0f} GiB of "
             "memory: use several processes, as in torchrun --nproc-per-node 8 -m grassy validate"
         )
-    weights = read_tensors(saved, kind)
+    weights = read_saved(saved, kind)
     weights.pop("n_averaged", None)
     return weights
 

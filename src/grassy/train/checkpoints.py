@@ -31,7 +31,7 @@ from grassy.train.trouble import is_of_another_process, stop_if_not_finite
 APART = ("epoch", "outlier_threshold")
 
 
-def run_of(state: Path) -> Path:
+def run_of_state(state: Path) -> Path:
     """The run folder of a state, which is a file in it or a save two levels below."""
     return state.parent.parent if state.is_dir() else state.parent
 
@@ -183,7 +183,7 @@ class Checkpoints:
         else:
             processes.everywhere(lambda: self._restore_whole(saved, path))
         self.run.step.number.fill_(self.run.position.done)
-        self.restored_from, self.restored_sharded = run_of(path), sharded
+        self.restored_from, self.restored_sharded = run_of_state(path), sharded
         return self.run
 
     def _read_and_check(self, path: Path, sharded: bool) -> dict[str, Any]:

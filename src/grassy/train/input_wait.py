@@ -53,7 +53,7 @@ class InputWait:
         return self.waited / self.seconds if self.seconds else 0.0
 
 
-def advice(share: float, recipe: Recipe, data: Data) -> str | None:
+def advice_on_waiting(share: float, recipe: Recipe, data: Data) -> str | None:
     """Advice for an epoch that waited for its input; None if it did not wait for long, or if nothing can be done."""
     if share <= MUCH or isinstance(data.train, ResidentLoader):
         return None

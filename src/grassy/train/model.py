@@ -51,7 +51,7 @@ def build_model(
         loaded = start_from(model, Path(recipe.initial_checkpoint), recipe.model)
         say(f"starts from {recipe.initial_checkpoint}: {loaded}")
     if recipe.freeze:
-        freeze_all_but_head(model)
+        _freeze_all_but_head(model)
     for head in heads_of(model) if divide is None else ():
         _check_gamma(head, say)
     return model
@@ -92,7 +92,7 @@ def _check_image_size(model: nn.Module, recipe: Recipe) -> None:
         )
 
 
-def freeze_all_but_head(model: nn.Module) -> None:
+def _freeze_all_but_head(model: nn.Module) -> None:
     """Freeze everything but the head. Its features must stay fixed too: see `training_mode`."""
     trained = {id(p) for head in heads_of(model) for p in head.parameters()}
     for p in model.parameters():

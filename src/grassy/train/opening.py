@@ -21,7 +21,7 @@ from grassy.precision import amp_dtype
 from grassy.recipes.recipe import Recipe
 from grassy.runs import records
 from grassy.runs.folder import RunFolder
-from grassy.train.checkpoints import Checkpoints, run_of
+from grassy.train.checkpoints import Checkpoints, run_of_state
 from grassy.train.model import build_model
 from grassy.train.objective import FUSED, build_criterion, build_optimizer, compiles
 from grassy.train.progress import Progress
@@ -62,20 +62,22 @@ def opened_run(
             f"the processes found different checkpoints, {first} and {other}: "
             "--output must be one folder for all machines"
         )
-    recorded = everywhere(lambda: None if resumed_from is None else records.read_split(run_of(resumed_from)))
+    recorded = everywhere(lambda: None if resumed_from is None else records.read_split(run_of_state(resumed_from)))
     data = everywhere(lambda: open_data(recipe, data_dir, process, recorded))
     if resumed_from is not None and recorded is None and data.held_out is not None:
-        data.notes.append(f"{run_of(resumed_from)} has no {records.SPLIT}: the images to hold out are drawn again")
+        data.notes.append(
+            f"{run_of_state(resumed_from)} has no {records.SPLIT}: the images to hold out are drawn again"
+        )
     captured = can_be_captured(recipe, data, process)
 
     # Choose the fastest convolutions by trying them; the choice may differ between runs.
     torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
     seed_everything(recipe.seed)  # the same initial weights in every process
     # A resumed run has its weights already; those it started from may no longer be available.
-    beginning = recipe if resumed_from is None else without_first_weights(recipe)
+    beginning = recipe if resumed_from is None else _without_first_weights(recipe)
     sharding = sharding_of(recipe, data.num_classes, process, resumed_from)
-    trained = build_trained(beginning, data, process, captured, sharding)
-    step = build_step(recipe, trained, data, process, sharding)
+    trained = _build_trained(beginning, data, process, captured, sharding)
+    step = _build_step(recipe, trained, data, process, sharding)
     position = Position(data.train.updates)
     run = Run(recipe, output, process, data, trained, step, position)
     checkpoints = Checkpoints(run, folder)
@@ -106,7 +108,7 @@ def opened_run(
         yield run, steps, checkpoints, Reporter(run, progress, curves)
 
 
-def build_trained(recipe: Recipe, data: Data, process: Process, captured: bool, sharding: Sharding) -> Trained:
+def _build_trained(recipe: Recipe, data: Data, process: Process, captured: bool, sharding: Sharding) -> Trained:
     """The model of a recipe with its initial weights, and its optimizer, schedule and average."""
     # FSDP2 supports only contiguous weights.
     channels_last = recipe.channels_last and not sharding.backbone
@@ -134,7 +136,7 @@ def build_trained(recipe: Recipe, data: Data, process: Process, captured: bool, 
     return Trained(model, optimizer, Schedule(optimizer), average, head)
 
 
-def without_first_weights(recipe: Recipe) -> Recipe:
+def _without_first_weights(recipe: Recipe) -> Recipe:
     """The same recipe without the weights to start from."""
     options = without_pretrained(recipe.model_kwargs)
     return dataclasses.replace(recipe, model_kwargs=options, pretrained=False, initial_checkpoint="")
@@ -149,7 +151,7 @@ def mixes_in_pairs(recipe: Recipe, model: torch.nn.Module) -> bool:
     return recipe.mixes and recipe.loss == "cross-entropy" and takes_pairs
 
 
-def build_step(recipe: Recipe, trained: Trained, data: Data, process: Process, sharding: Sharding) -> TrainingStep:
+def _build_step(recipe: Recipe, trained: Trained, data: Data, process: Process, sharding: Sharding) -> TrainingStep:
     """The object that makes one update of the weights."""
     device = process.device
     model: Any = torch.compile(trained.model) if compiles(recipe, device) else trained.model

@@ -24,7 +24,7 @@ WAY_OUT = "give --initial-checkpoint FILE, or --from-scratch to start from rando
 @contextlib.contextmanager
 def fetching_weights(name: str) -> Iterator[None]:
     """A context in which timm may download weights; a ValueError if it has none or cannot reach them."""
-    config = pretrained_config(name)
+    config = _pretrained_config(name)
     if config is None:
         raise ValueError(f"timm has no pretrained weights for {name}: {WAY_OUT}")
     online = answers(_host(config))
@@ -39,7 +39,7 @@ def fetching_weights(name: str) -> Iterator[None]:
         raise ValueError(f"no pretrained weights of {name} ({place}) in the cache, and {why}: {WAY_OUT}") from error
 
 
-def pretrained_config(name: str) -> dict[str, Any] | None:
+def _pretrained_config(name: str) -> dict[str, Any] | None:
     """The config of timm's pretrained weights for a model, with their preprocessing; None if there are none."""
     timm = import_timm()
     found = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
@@ -56,7 +56,7 @@ def preparation_of_weights(settings: Mapping[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(ValueError, OSError):  # weights without a description: use timm's config of the model
             about = read_description(weights_file(Path(given)))
             return {name: getattr(about, name) for name in ("img_size", *PREPARATION)}
-    config = pretrained_config(str(settings.get("model", "")))
+    config = _pretrained_config(str(settings.get("model", "")))
     if config is None:
         return {}
     found = {name: config[name] for name in PREPARATION} | {"img_size": config["input_size"][-1]}

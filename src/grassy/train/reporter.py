@@ -14,7 +14,7 @@ from grassy.optim.joint import GRASSMANN, MANIFOLD
 from grassy.runs import records
 from grassy.train import diagnostics
 from grassy.train.advice import what_is_off
-from grassy.train.input_wait import InputWait, advice
+from grassy.train.input_wait import InputWait, advice_on_waiting
 from grassy.train.progress import Progress
 from grassy.train.run import Run
 from grassy.train.sharding import has_sharded_weights
@@ -88,7 +88,9 @@ class Reporter:
         before, self.counts = self.counts, self._counts()
         for line in diagnostics.trouble_of_an_epoch(before, self.counts, self.run.recipe.max_angle):
             self.say(line)
-        if not self.told_of_waiting and (waits := advice(row["input_share"], self.run.recipe, self.run.data)):
+        if not self.told_of_waiting and (
+            waits := advice_on_waiting(row["input_share"], self.run.recipe, self.run.data)
+        ):
             self.told_of_waiting = True
             self.say(waits)
         if self.curves is not None:

@@ -49,13 +49,13 @@ KNOWN: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], str]] = {
 }
 
 
-def open_set(name: str, data_dir: Path | None) -> TransferSet:
+def open_transfer_set(name: str, data_dir: Path | None) -> TransferSet:
     """Open a dataset of the paper by name, or your own as NAME=PATH or PATH.
 
     The folder of a run stands for the images that it was trained and validated on.
 
-    For a known name, `open_set` looks for `data_dir/NAME` (class folders, tars or .npz files), then for torchvision's
-    layout in `data_dir`. It downloads nothing. "digits", torch/NAME and hfds/NAME use the same readers as training.
+    For a known name, this looks for `data_dir/NAME` (class folders, tars or .npz files), then for torchvision's layout
+    in `data_dir`. It downloads nothing. "digits", torch/NAME and hfds/NAME use the same readers as training.
     """
     if name not in KNOWN:
         title, equals, place = name.partition("=")
@@ -79,7 +79,7 @@ def open_set(name: str, data_dir: Path | None) -> TransferSet:
 
 
 def of_runs(runs: Sequence[str]) -> list[str]:
-    """The datasets that runs were trained on, without repetition, as arguments of `open_set`: folders of runs."""
+    """The folders of runs as names for `open_transfer_set`, one for each dataset that they were trained on."""
     found: dict[tuple[str, str], str] = {}
     for run in runs:
         folder = Path(run) if Path(run).is_dir() else Path(run).parent

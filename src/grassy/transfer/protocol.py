@@ -18,7 +18,7 @@ from grassy import paper
 from grassy.inference.feature_models import FeatureModel
 from grassy.inference.features import Features, extract
 from grassy.spelling import nearest
-from grassy.transfer.datasets import MissingData, TransferSet, open_set
+from grassy.transfer.datasets import MissingData, TransferSet, open_transfer_set
 from grassy.transfer.solvers.knn import KS, samples_outside_folds, search_knn
 from grassy.transfer.solvers.probe import search_probe
 from grassy.transfer.solvers.search import Search
@@ -99,7 +99,7 @@ def transfer(
     opened: dict[str, TransferSet] = {}
     for name in datasets:
         try:
-            opened[name] = open_set(name, data_dir)
+            opened[name] = open_transfer_set(name, data_dir)
         except MissingData as error:
             report.missing[name] = str(error)
             say(f"left out: {error}")

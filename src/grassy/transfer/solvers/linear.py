@@ -103,7 +103,7 @@ class LinearClassifier(ABC):
     def _adopt(self, solver: Solver, index: Tensor, start: Tensor | None, solve: bool = True) -> None:
         """Solve for all samples from start (N + 1, K) and store the result. With solve=False, store start itself."""
         losses = self._losses(index, len(self.classes_), torch.full_like(index, -1), 1)
-        found = solve_path(solver, losses, [self.C], start, solve)[0]
+        found = _solve_path(solver, losses, [self.C], start, solve)[0]
         self.coef_ = (found.weight[:-1] / solver.design.scale).mT.contiguous()
         self.intercept_ = found.weight[-1]
         self.objective_, self.gap_, self.n_iter_ = found.objective, found.gap, found.steps
@@ -118,7 +118,7 @@ class Found(NamedTuple):
     steps: int
 
 
-def solve_path(
+def _solve_path(
     solver: Solver, losses: Iterator[Loss], Cs: Sequence[float], start: Tensor | None = None, solve: bool = True
 ) -> list[Found]:
     """Solve for one C after the other, each from the previous solution, which saves most Newton steps.
@@ -177,7 +177,7 @@ def search_linear(
     solver = one._solver(tensor)
     order = sorted(range(len(values)), key=values.__getitem__)
     losses = one._losses(index, len(classes), held_out, folds)
-    weights = [found.weight for found in solve_path(solver, losses, [values[i] for i in order])]
+    weights = [found.weight for found in _solve_path(solver, losses, [values[i] for i in order])]
     accuracies = torch.empty(len(values), folds, dtype=torch.float64)
     for i, weight in zip(order, weights, strict=True):
         correct = _correct_when_held_out(solver.design, weight.unflatten(1, (folds, -1)), index, held_out)
