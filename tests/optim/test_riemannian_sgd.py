@@ -89,10 +89,10 @@ def test_huge_gradients_turn_a_class_by_the_largest_angle_allowed():
 
 
 @pytest.mark.slow
-def test_float32_stays_orthonormal_over_20000_steps_with_random_gradients():
+def test_float32_stays_orthonormal_over_10000_steps_with_random_gradients():
     w = g.random_subspace(20, 8, 64)
     buffer, worst = torch.zeros_like(w), 0.0
-    for step in range(20_000):
+    for step in range(10_000):
         kernels.geodesic_step(w, torch.randn_like(w), buffer, 0.1, 0.9)
         if step % 10 == 0:
             worst = max(worst, float(g.orthonormality_error(w)))

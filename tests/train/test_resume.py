@@ -283,16 +283,16 @@ def train_in_a_process_of_its_own(recipe, data, output, budget):
 
 
 @pytest.mark.slow
-def test_killed_thirty_times_while_saving_it_always_finds_a_whole_checkpoint_and_ends_the_same(tmp_path):
+def test_killed_fifteen_times_while_saving_it_always_finds_a_whole_checkpoint_and_ends_the_same(tmp_path):
     """Killed after a random number of bytes of the files that a run writes, up to two and a half savings."""
     data = tiny_arrays(tmp_path / "data")
-    recipe = tiny_recipe(epochs=48, checkpoint_interval=0)
+    recipe = tiny_recipe(epochs=24, checkpoint_interval=0)
     train(recipe, data, tmp_path / "whole")
     run = tmp_path / "run"
     one_saving = sum((tmp_path / "whole" / name).stat().st_size for name in (BEST, LAST, STATE))
     rng = np.random.default_rng(0)
     resumed_at, torn = set(), 0
-    for _ in range(30):
+    for _ in range(15):
         code = train_in_a_process_of_its_own(recipe, data, run, int(rng.integers(0, 2.5 * one_saving)))
         assert code == -signal.SIGKILL
         torn += len(list(run.glob(".writing-*")))
@@ -301,8 +301,8 @@ def test_killed_thirty_times_while_saving_it_always_finds_a_whole_checkpoint_and
                 read_weights(run / name)
         if (run / STATE).exists():
             resumed_at.add(read_torch(run / STATE)["progress"]["epoch"])
-    assert torn >= 15  # it was in the middle of writing
-    assert len(resumed_at) >= 10
+    assert torn >= 7  # it was in the middle of writing
+    assert len(resumed_at) >= 5
     assert train_in_a_process_of_its_own(recipe, data, run, 10**12) == 0
     assert_same_weights(tmp_path / "whole", run)
     assert not list(run.glob(".writing-*"))

@@ -46,8 +46,7 @@ def process_of_rank(rank, parent):
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_when_torchrun_loses_a_process_nobody_hangs_and_nothing_saved_is_lost(tmp_path, rank):
+def test_when_torchrun_loses_the_process_that_saves_nobody_hangs_and_nothing_saved_is_lost(tmp_path):
     recipe, data = tiny_recipe(checkpoint_interval=1e-9, epochs=30), tiny_arrays(tmp_path / "data")
     run = tmp_path / "run"
     command = torchrun_command(tmp_path, recipe, data, run, "--resume", "auto")
@@ -56,7 +55,7 @@ def test_when_torchrun_loses_a_process_nobody_hangs_and_nothing_saved_is_lost(tm
             while not (run / STATE).exists():
                 assert launcher.poll() is None
                 time.sleep(0.05)
-            os.kill(process_of_rank(rank, launcher.pid), signal.SIGKILL)
+            os.kill(process_of_rank(0, launcher.pid), signal.SIGKILL)
             launcher.communicate(timeout=60)
         finally:
             launcher.kill()

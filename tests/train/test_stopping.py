@@ -48,7 +48,7 @@ def children(process):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_a_signal_to_all_processes_in_any_order_stops_and_saves_the_run(tmp_path, running, seed):
     """As Slurm, systemd and Kubernetes send it. The workers come first for seeds 0 and 1."""
     number, draw = signal.SIGINT if seed == 1 else signal.SIGTERM, random.Random(seed)

@@ -26,11 +26,11 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc"),
 ]
 
-KILLS = int(os.environ.get("GRASSY_KILLS", "2"))
+KILLS = int(os.environ.get("GRASSY_KILLS", "1"))
 
 
 def kill_again_and_again(run, kills, seed=1):
-    """kill -9 of a random rank, every other time while a checkpoint is being written; what was saved before each."""
+    """kill -9 of a random rank, the first and every other time during a save; what was saved before each."""
     draw, before = random.Random(seed), []
     for number in range(kills):
         start = updates_saved(run.output)
@@ -38,7 +38,7 @@ def kill_again_and_again(run, kills, seed=1):
         time.sleep(draw.uniform(0, 0.4))
         rank = draw.randrange(2)
         victim = run.pid_of(rank)
-        if number % 2:
+        if number % 2 == 0:
             run.wait_for(lambda: is_saving(run.output))
         os.kill(victim, signal.SIGKILL)
         run.wait_for(lambda victim=victim: not Path(f"/proc/{victim}").exists())
@@ -69,7 +69,7 @@ def test_ranks_that_are_killed_again_and_again_cost_nothing_that_was_saved(tmp_p
 
 
 def test_a_rank_that_is_stuck_is_named_in_time_and_the_run_goes_on_without_it(tmp_path):
-    recipe = tiny_recipe(checkpoint_interval=1e-9, epochs=60, val_interval=10)
+    recipe = tiny_recipe(checkpoint_interval=1e-9, epochs=30, val_interval=10)
     data = tiny_arrays(tmp_path / "data", images=80)
     with Torchrun(tmp_path, recipe, data, tmp_path / "run", "--timeout", "4", restarts=1) as run:
         run.wait_for(lambda: updates_saved(tmp_path / "run") > 20)
@@ -80,4 +80,4 @@ def test_a_rank_that_is_stuck_is_named_in_time_and_the_run_goes_on_without_it(tm
         assert time.monotonic() - begin < 30  # 4, 2 for the roll call, and a busy machine
         os.kill(stuck, signal.SIGKILL)  # as torchrun does by itself half a minute later
         assert "resumed after update" in run.finish()
-    assert updates_saved(tmp_path / "run") == 600
+    assert updates_saved(tmp_path / "run") == 300
