@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/bench/input_accuracy_cpu.json"))
     args = parser.parse_args()
     weights = pretrained_weights(args.scratch)
-    train, test = (arrays_from_file(args.data / "pets64" / f"{part}.npz", part) for part in ("train", "test"))
+    train, test = (arrays_from_file(args.data / "pets64" / f"{part}.npz") for part in ("train", "test"))
     count = args.images or len(train)
     folder = args.scratch / f"jpeg_{SIDE}_{count}"
     make_files(folder / "train", train.images[:count], train.labels()[:count])

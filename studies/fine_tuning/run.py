@@ -145,7 +145,7 @@ class Images:
         parts: dict[str, list[Any]] = {}
         for split, part in (("train", "train"), ("val", "train"), ("test", "test")):
             if split != "val" or (self.folder / data / "val.npz").exists():
-                parts.setdefault(part, []).append(arrays_from_file(self.folder / data / f"{split}.npz", split))
+                parts.setdefault(part, []).append(arrays_from_file(self.folder / data / f"{split}.npz"))
         return {
             part: (np.concatenate([each.images for each in own]), np.concatenate([each.labels() for each in own]))
             for part, own in parts.items()

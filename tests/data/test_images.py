@@ -11,6 +11,7 @@ from PIL import Image
 from grassy.data.batch import Batch, on_device
 from grassy.data.decode import to_rgb
 from grassy.data.images import open_images
+from grassy.data.layout import split_place
 from grassy.data.run_data import open_data, open_validation
 from grassy.data.worker_processes import processors
 from grassy.distributed.processes import Process
@@ -110,6 +111,14 @@ def test_images_beside_the_class_folders_are_refused_by_name(tmp_path):
     Image.new("RGB", (4, 4)).save(folder / "train" / "overview.png")
     with pytest.raises(ValueError, match=r"train/overview\.png lies in no class folder"):
         open_images("", folder, "train")
+
+
+def test_training_and_packing_choose_the_same_of_two_places_of_a_split(tmp_path):
+    folder = tiny_folders(tmp_path)
+    tiny_arrays(folder, images=5)
+    train = open_images("", folder, "train")
+    assert len(train) == 18
+    assert split_place(folder, ["train"]) == folder / "train"
 
 
 def test_hidden_folders_and_files_are_not_looked_at(tmp_path):

@@ -40,7 +40,7 @@ def set_to_split(recipe: Recipe, data_dir: Path | None) -> Path | None:
 def open_with_keys(place: Path, class_names: Sequence[str] | None = None) -> tuple[Files, list[str]]:
     """All images of a set, and a key for each: its path in the set, which survives moving the set and packing it."""
     if place.suffix == ".npz":
-        arrays = arrays_from_file(place, place.stem, class_names)
+        arrays = arrays_from_file(place, class_names)
         return arrays, [str(index) for index in range(len(arrays))]
     images = open_files(place, class_names, topmost=True)
     return images, [images.path(index, place) for index in range(len(images))]

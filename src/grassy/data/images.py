@@ -11,7 +11,7 @@ import numpy as np
 
 from grassy.data.class_folders import open_files
 from grassy.data.decode import Crop, crop_of, read_pixels
-from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, folder_of_split, npz_of_split, split_names
+from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, place_of_split
 from grassy.data.torchvision_images import TorchvisionImages
 from grassy.recipes.values import check_dataset
 from grassy.schema import open_regular
@@ -63,10 +63,8 @@ def open_images(dataset: str, data_dir: Path | None, split: str, class_names: Se
     if not dataset.startswith("hfds/") and not data_dir.exists():
         raise ValueError(f"--data-dir {data_dir} does not exist")
     if dataset == "":
-        if data_dir.suffix == ".npz" or (data_dir.is_dir() and npz_of_split(data_dir, split)):
-            return arrays_from_file(data_dir, split, class_names)
-        root = folder_of_split(data_dir, split) if data_dir.is_dir() else data_dir
-        return open_files(root, class_names)
+        place = place_of_split(data_dir, split) if data_dir.is_dir() else data_dir
+        return arrays_from_file(place, class_names) if place.suffix == ".npz" else open_files(place, class_names)
     return _in_the_order_of(_from_timm(dataset, data_dir, split), class_names, dataset)
 
 
@@ -116,19 +114,15 @@ class ArrayImages:
         return self._labels
 
 
-def arrays_from_file(path: Path, split: str, class_names: Sequence[str] | None = None) -> ArrayImages:
-    """A split from a folder with train.npz, test.npz and so on, or from such a file.
+def arrays_from_file(file: Path, class_names: Sequence[str] | None = None) -> ArrayImages:
+    """The images of an .npz file.
 
-    A file has `x` (or `images`), `y` (or `labels`) and optionally `classes`, the names. It is read without pickle.
+    It has `x` (or `images`), `y` (or `labels`) and optionally `classes`, the names. It is read without pickle.
 
     Args:
-        path: The folder or the file.
-        split: The name of the split.
+        file: The file.
         class_names: Those of the training set, whose class indices the labels get.
     """
-    file = path if path.suffix == ".npz" else npz_of_split(path, split)
-    if file is None:
-        raise ValueError(f"{path} has no file {' or '.join(f'{name}.npz' for name in split_names(split))}")
     try:
         with open_regular(file) as stream, np.load(stream, allow_pickle=False) as arrays:
             images, labels = (

@@ -12,10 +12,10 @@ VALIDATION_NAMES = ("val", "valid", "validation", "eval", "evaluation", "test")
 
 
 def split_place(folder: Path, names: Sequence[str]) -> Path | None:
-    """The folder, tar or .npz file of a split. A folder that holds images itself is a class of that name."""
+    """The folder, tar or .npz file of a split. A folder that holds nothing but images is a class of that name."""
     for name in names:
         for place in (folder / name, folder / f"{name}.tar", folder / f"{name}.npz"):
-            if place.is_file() or (place.is_dir() and not holds_images(place)):
+            if place.is_file() or (place.is_dir() and (folders_in(place) or not holds_images(place))):
                 return place
     return None
 
@@ -28,19 +28,15 @@ def split_names(split: str) -> list[str]:
     return [split]
 
 
-def npz_of_split(folder: Path, split: str) -> Path | None:
-    """The arrays of a split."""
-    return next((folder / f"{name}.npz" for name in split_names(split) if (folder / f"{name}.npz").is_file()), None)
+def place_of_split(root: Path, split: str) -> Path:
+    """The folder, tar or .npz file of a split or of a synonym.
 
-
-def folder_of_split(root: Path, split: str) -> Path:
-    """The folder or tar of a split. Without one, timm would use the whole tree, mixing validation with training."""
-    for name in split_names(split):
-        for candidate in (root / name, root / f"{name}.tar"):
-            if candidate.exists():
-                return candidate
-    found = sorted(entry.name for entry in root.iterdir() if not is_hidden(entry.name))[:5]
+    Without one, timm would use the whole tree, and mix validation with training.
+    """
     names = split_names(split)
+    if (place := split_place(root, names)) is not None:
+        return place
+    found = sorted(entry.name for entry in root.iterdir() if not is_hidden(entry.name))[:5]
     wanted = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
     listing = f"found {', '.join(found)}{' ...' if len(found) == 5 else ''}" if found else "it is empty"
     raise ValueError(f"{root} has no folder {wanted}{nearest(split, found)}; {listing}{layout_hint(root)}")

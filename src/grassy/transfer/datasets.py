@@ -134,7 +134,7 @@ def _of_run(folder: Path) -> tuple[str, Images, Images]:
 
 def _open(place: Path, class_names: Sequence[str] | None = None) -> Images:
     if place.suffix == ".npz":
-        return arrays_from_file(place, place.stem, class_names)
+        return arrays_from_file(place, class_names)
     return open_files(place, class_names)
 
 
