@@ -23,7 +23,7 @@ def add(commands: Commands) -> None:
         metavar="FOLDER",
         help="folder for the page and the numbers (default: runs/demo)",
     )
-    parser.add_argument("--seeds", type=int, metavar="N", help="number of times to train each head")
+    parser.add_argument("--seeds", type=int, metavar="N", help="number of times to train each head (default: 10)")
     parser.add_argument("--quick", action="store_true", help="two seeds, two epochs: only to check that it runs")
 
 

@@ -17,7 +17,7 @@ def add(commands: Commands) -> None:
         extra="train",
     )
     parser.add_argument("source", type=Path, metavar="IMAGES", help="a folder of images, as for grassy train")
-    parser.add_argument("target", type=Path, metavar="PACK", help="the folder to create, a --data-dir like the other")
+    parser.add_argument("target", type=Path, metavar="PACK", help="the folder to create: pass it to --data-dir later")
     parser.add_argument(
         "--size",
         type=int,

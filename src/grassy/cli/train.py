@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
         "--data-dir",
         type=Path,
         metavar="FOLDER",
-        help="one folder per class; or train and val, each with one folder per class, a .tar or an .npz",
+        help="one folder per class; or train and val, each a folder of class folders, a .tar or an .npz",
     )
     parser.add_argument(
         "--val-fraction",

@@ -25,7 +25,7 @@ def add(commands: Commands) -> None:
         nargs="+",
         default=["svm", "knn"],
         metavar="METHOD",
-        help="svm, knn, probe (linear probe) (default: svm knn)",
+        help="svm (linear), knn, probe (logistic regression) (default: svm knn)",
     )
     parser.add_argument(
         "--output",
