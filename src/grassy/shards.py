@@ -43,6 +43,16 @@ def is_dtensor(tensor: Any) -> bool:
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
+def mark_as_replaced(p: Tensor) -> None:
+    """Mark a parameter that a sharded one has replaced in its head."""
+    p.replaced_by_a_shard = True  # type: ignore[attr-defined]
+
+
+def was_replaced(p: Tensor) -> bool:
+    """Whether a sharded parameter has replaced this one, so that an optimizer that still holds it is useless."""
+    return getattr(p, "replaced_by_a_shard", False)
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return the local part of a DTensor, or a plain tensor itself. It shares memory and passes gradients."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return]

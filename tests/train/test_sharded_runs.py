@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import tarfile
 
@@ -19,6 +20,7 @@ from grassy.inference.validate import validate
 from grassy.recipes.changes import with_changes
 from grassy.recipes.files import load_recipe
 from grassy.recipes.recipe import Recipe
+from grassy.report.analyze import read_analysis
 from grassy.runs.state import SAVES
 from grassy.runs.weights import BEST_SAVES, LAST
 from grassy.train import loop, sharding
@@ -126,6 +128,10 @@ def test_a_sharded_checkpoint_is_opened_by_load_and_by_all_commands(sharded, tmp
         metrics = validate(place, data, device="cpu")
         assert metrics.loss == pytest.approx(row["eval_loss"], rel=1e-5)
         assert metrics.top1 == pytest.approx(row["eval_top1"])
+    assert validate(run, None, device="cpu").loss == pytest.approx(row["eval_loss"], rel=1e-5)  # it recorded its data
+    assert cli.main(["analyze", str(run), "--cache", str(tmp_path / "features")]) == 0
+    assert read_analysis(run)["scalars"]["top1"] == pytest.approx(row["eval_top1"])
+    assert cli.main(["report", str(run), "--output", str(tmp_path / "report.html")]) == 0
     model = grassy.load(run)
     assert model.head.weight.shape == (CLASSES, 2, 16)
     assert model.pretrained_cfg["label_names"] == [f"class {number}" for number in range(CLASSES)]
@@ -134,6 +140,21 @@ def test_a_sharded_checkpoint_is_opened_by_load_and_by_all_commands(sharded, tmp
     Image.new("RGB", (8, 8)).save(image)
     assert cli.main(["predict", str(image), "--checkpoint", str(run)]) == 0
     assert "class" in capsys.readouterr().out
+
+
+def test_a_sharded_run_is_measured_on_the_images_that_it_held_out(tmp_path):
+    run, data = tmp_path / "run", tiny_folders(tmp_path / "tree", images=20) / "train"
+    recipe = tiny_recipe(epochs=1, batch_size=6, val_fraction=0.2, **DIVIDED)
+    assert run_on(2, recipe, data, run) == [None] * 2
+    expected = validate(run, None, device="cpu").to_dict()
+    assert expected["images"] == 12
+    shutil.move(data, tmp_path / "grown")
+    more = tiny_folders(tmp_path / "more", images=40, seed=1) / "train"
+    for image in more.glob("*/*.png"):
+        if not (tmp_path / "grown" / image.relative_to(more)).exists():
+            shutil.copy(image, tmp_path / "grown" / image.relative_to(more))
+    for place in (run, newest(run / BEST_SAVES)):
+        assert validate(place, tmp_path / "grown", device="cpu").to_dict() == expected
 
 
 def test_other_processes_validate_it_together_with_as_many_images_as_they_like(sharded, tmp_path):

@@ -9,7 +9,7 @@ from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, split_place
 from grassy.recipes.changes import with_changes
 from grassy.recipes.recipe import Recipe, saved_recipe
 from grassy.runs.records import read_split, remembered_data_dir, took_given_parts
-from grassy.runs.weights import PREPARATION, Description
+from grassy.runs.weights import PREPARATION, Description, run_folder
 
 #: A folder with at least this share of the held-out images is the run's data, with some files missing.
 MOST = 0.5
@@ -29,7 +29,7 @@ def data_dir_of(file: Path, recipe: Recipe, data_dir: Path | None, dataset: str 
     """The given folder, or else the one that the run of these weights recorded."""
     if data_dir is not None or recipe.dataset == "digits" or dataset is not None:
         return data_dir
-    return remembered_data_dir(file.parent)
+    return remembered_data_dir(run_folder(file))
 
 
 def run_images(file: Path, about: Description, recipe: Recipe, data_dir: Path | None) -> tuple[Images, list[str]]:
@@ -66,8 +66,9 @@ def _part(file: Path, about: Description, recipe: Recipe, place: Path, notes: li
     if not training and recipe.val_split not in VALIDATION_NAMES:
         raise ValueError(f"{place} is split by val_fraction into train and val: it has no split {recipe.val_split!r}")
     images, keys = open_with_keys(place, about.class_names)
-    recorded, before = read_split(file.parent), remembered_data_dir(file.parent)
-    if recorded is None and took_given_parts(file.parent):
+    run = run_folder(file)
+    recorded, before = read_split(run), remembered_data_dir(run)
+    if recorded is None and took_given_parts(run):
         if training:
             return images
         if before is not None and place.absolute() == split_place(before, TRAIN_NAMES):

@@ -155,6 +155,7 @@ def _shard(head: PerClassHead, mesh: DeviceMesh, seed: int) -> None:
             local, mesh, [Shard(0)], run_check=False, shape=p.shape, stride=torch.empty(p.shape, device="meta").stride()
         )
         setattr(head, name, nn.Parameter(sharded, requires_grad=p.requires_grad))
+        shards.mark_as_replaced(p)
     head.is_sharded = True
     _create_the_rest(head, device)
     head.register_load_state_dict_pre_hook(_divide_what_is_loaded)  # type: ignore[no-untyped-call]

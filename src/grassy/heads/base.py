@@ -196,7 +196,13 @@ class Head(nn.Module):
         return nn.functional.dropout(features, self.dropout, self.training)
 
     def check_features(self, features: Tensor) -> None:
-        """Raise TypeError or ValueError for features with the wrong dtype or width."""
+        """Raise TypeError or ValueError for features with the wrong dtype or width, or for a head without values."""
+        weight = getattr(self, "weight", None)
+        if isinstance(weight, Tensor) and weight.is_meta and not features.is_meta:  # torch would compute with garbage
+            raise ValueError(
+                f"this {type(self).__name__} is on the meta device, without values: call grassy.distributed.shard_head"
+                "(model, mesh) first, or create the head without device='meta'"
+            )
         if not features.is_floating_point():
             raise TypeError(f"features must be floating point, got {features.dtype}")
         if features.shape[-1:] != (self.in_features,):

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from grassy.atomic import file_digest
 from grassy.inference.load import load
 from grassy.models import import_timm
 from grassy.runs.paper_row import paper_row
-from grassy.runs.weights import PREPARATION, check_rgb, read_description, weights_file
+from grassy.runs.weights import PREPARATION, check_rgb, read_description, weights_digest, weights_file
 from grassy.spelling import nearest
 
 
@@ -54,7 +53,7 @@ def open_model(source: str, device: torch.device | str = "cpu", pretrained: bool
         model=load(path, device),
         img_size=about.img_size,
         **{name: getattr(about, name) for name in PREPARATION},
-        fingerprint=file_digest(path),
+        fingerprint=weights_digest(path),
         recipe={**about.recipe, "paper": paper_row(about)} if about.recipe else {},
     )
 

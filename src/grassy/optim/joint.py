@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from grassy.optim.riemannian_sgd import LR_FACTOR, RiemannianSGD, refuse_spectral_steps
-from grassy.shards import is_dtensor
+from grassy.shards import is_dtensor, was_replaced
 from grassy.spelling import nearest
 from grassy.subspaces import has_adapters, named_subspaces
 from grassy.torchvision_import import import_torchvision
@@ -114,6 +114,11 @@ def make_optimizer(
             f"{name} was given, but the model has no subspaces; call grassy.replace_head(model, 'grassmann') first"
         )
     trainable = [p for p in subspaces.values() if p.requires_grad]
+    if any(p.is_meta for p in trainable):
+        raise ValueError(
+            "the weight of the head is on the meta device, without values: call grassy.distributed.shard_head(model, "
+            "mesh) first, or create the head without device='meta'"
+        )
     riemannian = None
     if subspaces and not trainable:
         _warn_if_peft_froze_them(model, next(iter(subspaces)))
@@ -160,6 +165,8 @@ class JointOptimizer(Optimizer):
         ValueError: If both are None.
     """
 
+    _has_stepped = False
+
     def __init__(self, euclidean: Optimizer | None, riemannian: RiemannianSGD | None) -> None:
         if euclidean is None and riemannian is None:
             raise ValueError("the model has no trainable parameters")
@@ -193,7 +200,13 @@ class JointOptimizer(Optimizer):
 
         Returns:
             The result of the closure, or None without one.
+
+        Raises:
+            RuntimeError: In the first step, if a head was sharded after the optimizer was created.
         """
+        if not self._has_stepped:
+            self._refuse_replaced_parameters()
+            self._has_stepped = True
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -207,6 +220,13 @@ class JointOptimizer(Optimizer):
                 for name in given:
                     delattr(part, name)
         return loss
+
+    def _refuse_replaced_parameters(self) -> None:
+        if any(was_replaced(p) for part, _ in self._parts() for group in part.param_groups for p in group["params"]):
+            raise RuntimeError(
+                "the optimizer was created before shard_head, so it holds a weight that the model no longer has: call "
+                "grassy.make_optimizer after grassy.distributed.shard_head"
+            )
 
     def train(self) -> None:
         """Call `train()` of a base optimizer that has it, such as a schedule-free one. Call it before training."""

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from grassy import schema
-from grassy.atomic import file_digest, write_atomically
+from grassy.atomic import write_atomically
 from grassy.data.images import Images
 from grassy.data.run_images import data_dir_of, run_images, run_recipe
 from grassy.distributed.processes import find_device
@@ -22,7 +22,7 @@ from grassy.report.classes import MOST_ANGLES, SCALARS, describe
 from grassy.report.examples import check_examples
 from grassy.report.thumbnails import short_name
 from grassy.runs.records import environment
-from grassy.runs.weights import Description, read_description, weights_file
+from grassy.runs.weights import Description, read_description, run_folder, weights_digest, weights_file
 
 ANALYSIS = "analysis.json"
 VERSION = 1
@@ -98,6 +98,7 @@ def analyze(
         The contents of analysis.json.
     """
     file = weights_file(Path(run))
+    folder = run_folder(file)
     about = read_description(file)
     data_dir = where_images_are(file, about, data_dir, dataset)
     images, recipe = open_split(about, data_dir, file, split, dataset)
@@ -117,12 +118,12 @@ def analyze(
         found = extract(
             source,
             images,
-            cache or file.parent / "features",
+            cache or folder / "features",
             where,
             batch_size=batch_size,
             workers=recipe.workers if workers is None else workers,
             amp_dtype=amp_dtype(recipe.amp, where),
-            progress=f"features of {file.parent.name}",
+            progress=f"features of {folder.name}",
         )
         features, labels = found.features.to(where), found.labels.to(where)
         data = {
@@ -139,7 +140,7 @@ def analyze(
     result = {
         "version": VERSION,
         "weights": file.name,
-        "weights_sha256": file_digest(file),
+        "weights_sha256": weights_digest(file),
         "model": about.model,
         "head": about.head,
         "epoch": about.epoch,
@@ -148,7 +149,7 @@ def analyze(
         "environment": environment(where),
     }
     text = json.dumps(result, allow_nan=False, separators=(",", ":"))
-    write_atomically(file.parent / ANALYSIS, lambda stream: stream.write(text.encode()))
+    write_atomically(folder / ANALYSIS, lambda stream: stream.write(text.encode()))
     return result
 
 

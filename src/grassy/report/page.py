@@ -15,7 +15,7 @@ from typing import Any
 
 from grassy import paper
 from grassy._version import __version__
-from grassy.atomic import file_digest, write_atomically
+from grassy.atomic import write_atomically
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES
 from grassy.report.analyze import ANALYSIS, analyze, open_split, read_analysis, where_images_are
 from grassy.report.classes import SCALARS
@@ -23,7 +23,7 @@ from grassy.report.curves import curves_of
 from grassy.report.settings import settings_of
 from grassy.report.thumbnails import BUDGET, thumbnails
 from grassy.runs.paper_row import paper_row
-from grassy.runs.weights import read_description, weights_file
+from grassy.runs.weights import read_description, run_folder, weights_digest, weights_file
 
 STYLES = ("page.css", "tables.css", "pictures.css")
 #: Each script may use the ones before it.
@@ -115,7 +115,9 @@ def report(
 def analyses_of(runs: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """The analysis of each run, by the run's name on the page."""
     paths = list(dict.fromkeys(Path(run) for run in runs))
-    return {name: read_analysis(weights_file(path).parent) for name, path in zip(run_names(paths), paths, strict=True)}
+    return {
+        name: read_analysis(run_folder(weights_file(path))) for name, path in zip(run_names(paths), paths, strict=True)
+    }
 
 
 def top1_of(analyses: Mapping[str, dict[str, Any]]) -> list[str]:
@@ -165,7 +167,7 @@ def open_run(run: Path, name: str, data_dir: Path | None, split: str | None, dev
     return PageRun(
         name,
         analysis,
-        curves_of(file.parent),
+        curves_of(run_folder(file)),
         pictures,
         of_paper(paper_row(about)),
         settings_of(about, analysis["width"]),
@@ -182,13 +184,14 @@ def of_paper(row: str) -> dict[str, float]:
 
 def _current_analysis(file: Path, data_dir: Path | None, split: str | None, wants_data: bool) -> dict[str, Any] | None:
     """The analysis beside a file of weights; None if it is outdated, of other images or incomplete."""
-    if not (file.parent / ANALYSIS).is_file():
+    folder = run_folder(file)
+    if not (folder / ANALYSIS).is_file():
         return None
     try:
-        analysis = read_analysis(file.parent)
+        analysis = read_analysis(folder)
     except ValueError:
         return None
-    if analysis.get("weights_sha256") != file_digest(file):
+    if analysis.get("weights_sha256") != weights_digest(file):
         return None
     data = analysis["data"]
     if data is None:

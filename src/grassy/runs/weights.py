@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from grassy.atomic import write_atomically
+from grassy.atomic import file_digest, write_atomically
 from grassy.distributed.saves import MANIFEST, Saved, newest, open_state, read_plain
 from grassy.distributed.state import read_saved
 from grassy.heads import GrassmannHead
@@ -143,6 +143,17 @@ def _check_that_they_agree(fields: Mapping[str, Any], config: dict[str, Any], pa
         raise ValueError(
             f"{file} and the description in {path.name} have different values of {called}: change both with grassy.save"
         )
+
+
+def run_folder(weights: Path) -> Path:
+    """The folder of the run with these weights: a file, or a save in the run's folder `model_best` or `resume`."""
+    folder = weights.parent
+    return folder.parent if folder.name in (BEST_SAVES, SAVES) and (weights / MANIFEST).is_file() else folder
+
+
+def weights_digest(weights: Path) -> str:
+    """A SHA-256 that identifies weights. For a save it is that of the manifest, which holds those of all its files."""
+    return file_digest(weights / MANIFEST if weights.is_dir() else weights)
 
 
 def weights_file(path: Path) -> Path:

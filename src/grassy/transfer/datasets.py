@@ -14,7 +14,7 @@ from grassy.data.run_images import data_dir_of, run_images, run_recipe
 from grassy.recipes.changes import with_changes
 from grassy.recipes.recipe import Recipe
 from grassy.runs.records import ENVIRONMENT
-from grassy.runs.weights import read_description, weights_file
+from grassy.runs.weights import read_description, run_folder, weights_file
 from grassy.spelling import nearest
 from grassy.torchvision_import import import_torchvision
 
@@ -82,11 +82,12 @@ def of_runs(runs: Sequence[str]) -> list[str]:
     """The folders of runs as names for `open_transfer_set`, one for each dataset that they were trained on."""
     found: dict[tuple[str, str], str] = {}
     for run in runs:
-        folder = Path(run) if Path(run).is_dir() else Path(run).parent
+        weights = weights_file(Path(run))
+        folder = run_folder(weights)
         if not (folder / ENVIRONMENT).is_file():
             raise ValueError(f"which datasets? {run} does not say what it was trained on: give --datasets")
-        recipe = run_recipe(read_description(weights_file(Path(run))))
-        found.setdefault((recipe.dataset, str(data_dir_of(weights_file(folder), recipe, None))), str(folder))
+        recipe = run_recipe(read_description(weights))
+        found.setdefault((recipe.dataset, str(data_dir_of(weights, recipe, None))), str(folder))
     return list(found.values())
 
 
