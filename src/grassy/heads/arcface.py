@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from grassy.heads.arguments import number, positive
+from grassy.heads.arguments import check_labels_of_a_margin, number, positive
 from grassy.heads.base import HeadOptions, empty_parameter, init_like_linear
 from grassy.heads.cosine import cosines_of_units
 from grassy.heads.per_class import PerClassHead
@@ -86,6 +86,7 @@ def with_margin(cosine: Tensor, target: Tensor, margin: float) -> Tensor:
 
     For θ > π − m, where cos(θ + m) would increase again, it uses cos θ − m sin m, which keeps decreasing.
     """
+    check_labels_of_a_margin(target, cosine)
     target = target.unsqueeze(-1)
     if cosine.shape[-1] == 0:  # a process without classes
         return cosine

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grassy.criteria import Criterion
-from grassy.heads.arguments import nonnegative, positive, positive_integer
+from grassy.heads.arguments import check_labels_of_a_margin, nonnegative, positive, positive_integer
 from grassy.heads.base import Head, HeadOptions, empty_parameter, init_like_linear
 from grassy.heads.cosine import cosines
 from grassy.kernels import unit
@@ -63,6 +63,7 @@ class SoftTripleHead(Head):
         cosine = cosines(features, self.weight.flatten(0, 1)).unflatten(-1, self.weight.shape[:2])
         similarity = ((cosine / self.gamma).softmax(-1) * cosine).sum(-1)
         if self.training and target is not None:
+            check_labels_of_a_margin(target, similarity)
             target = target.unsqueeze(-1)
             valid = (target >= 0) & (target < self.num_classes)  # False for ignored labels
             similarity = similarity.scatter_add(-1, target.where(valid, 0), -self.margin * valid.to(similarity.dtype))
