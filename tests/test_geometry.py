@@ -127,12 +127,13 @@ def test_parallel_transport_is_an_isometry_between_tangent_spaces(shape, seed, t
     assert torch.allclose((moved_a * moved_b).sum((-1, -2)), (a * b).sum((-1, -2)), atol=1e-11)
 
 
-def test_the_retraction_agrees_with_the_geodesic_to_second_order():
+@pytest.mark.parametrize("retract", [g.retract_qf, g.retract_polar])
+def test_retractions_agree_with_the_geodesic_to_second_order(retract):
     w = point(5, 3, 9)
     h = tangent(w)
-    errors = [float(g.distance(g.retract_qf(w, t * h), g.geodesic(w, h, t)).max()) for t in (1e-1, 1e-2)]
+    errors = [float(g.distance(retract(w, t * h), g.geodesic(w, h, t)).max()) for t in (1e-1, 1e-2)]
     assert errors[1] < errors[0] * 2e-3  # third order: a tenth of the step, a thousandth of the error
-    assert g.orthonormality_error(g.retract_qf(w, 100 * h)) < 1e-12
+    assert g.orthonormality_error(retract(w, 100 * h)) < 1e-12
 
 
 def test_qf_is_householder_qr_with_a_positive_diagonal_so_that_no_row_flips():
@@ -142,6 +143,12 @@ def test_qf_is_householder_qr_with_a_positive_diagonal_so_that_no_row_flips():
     signs = r.diagonal(dim1=-2, dim2=-1).sign()
     assert (signs < 0).any()  # or the test would show nothing
     assert torch.allclose(g.retract_qf(w, h), (q * signs.unsqueeze(-2)).mT, atol=1e-12)
+
+
+def test_the_polar_retraction_does_not_depend_on_the_basis():
+    w = point(5, 3, 9)
+    h, q = tangent(w), rotation(5, k=3)
+    assert torch.allclose(g.retract_polar(q @ w, q @ h), q @ g.retract_polar(w, h), atol=1e-12)
 
 
 @given(shapes, seeds)
@@ -196,6 +203,7 @@ def test_zero_rows_stay_zero_and_the_rest_behaves_as_if_alone():
         "geodesic": (g.geodesic(w, h, 0.3), g.geodesic(small_w, small_h, 0.3)),
         "transport": (g.transport(w, h, h, 0.3), g.transport(small_w, small_h, small_h, 0.3)),
         "qf": (g.retract_qf(w, h), g.retract_qf(small_w, small_h)),
+        "polar": (g.retract_polar(w, h), g.retract_polar(small_w, small_h)),
         "orthonormalize": (g.orthonormalize(w + 0.1 * h), g.orthonormalize(small_w + 0.1 * small_h)),
         "log": (g.log(w, g.geodesic(w, 0.2 * h)), g.log(small_w, g.geodesic(small_w, 0.2 * small_h))),
     }
@@ -312,7 +320,7 @@ def test_integer_tensors_are_refused():
 
 
 @pytest.mark.parametrize(("n", "k"), [(7, 1), (9, 3), (16, 8), (5, 5)])
-def test_projection_exp_log_polar_factor_and_distance_agree_with_pymanopt(n, k):
+def test_projection_exp_log_retraction_and_distance_agree_with_pymanopt(n, k):
     manifold = pytest.importorskip("pymanopt.manifolds").Grassmann(n, k)
     w = point(k, n)
     h = tangent(w, 0.9)
@@ -321,7 +329,7 @@ def test_projection_exp_log_polar_factor_and_distance_agree_with_pymanopt(n, k):
     y = manifold.exp(x, v)  # pymanopt ends with a QR factorisation: the same subspace in another basis
     assert same_subspace(torch.from_numpy(y).mT, other)
     assert np.allclose(manifold.log(x, y), g.log(w, other).mT.numpy(), atol=1e-9)
-    assert np.allclose(manifold.retraction(x, v), g.orthonormalize(w + h).mT.numpy(), atol=1e-9)
+    assert np.allclose(manifold.retraction(x, v), g.retract_polar(w, h).mT.numpy(), atol=1e-9)
     if k < n:  # its arccos of a rounded 1 is worth 1e-8 only
         assert np.allclose(manifold.dist(x, y), float(g.distance(w, other)), atol=1e-9)
     ambient = torch.randn(k, n, dtype=F64)

@@ -237,6 +237,20 @@ def retract_qf(weight: Tensor, tangent: Tensor) -> Tensor:
     return _qf(weight + tangent)
 
 
+@_in_full_precision
+def retract_polar(weight: Tensor, tangent: Tensor) -> Tensor:
+    """Return the polar factor of W + H: like `retract_qf`, but equivariant under a change of basis.
+
+    Args:
+        weight: Subspaces W, (..., K, N).
+        tangent: Tangent vectors H at W, (..., K, N).
+
+    Returns:
+        Subspaces (..., K, N).
+    """
+    return _polar(weight + tangent)
+
+
 # --- two subspaces, and many ------------------------------------------------------------------------------------
 
 
