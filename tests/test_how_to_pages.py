@@ -60,7 +60,9 @@ def test_the_data_source_of_the_page_is_opened_like_any_other(tmp_path):
         file.write_text(text.replace(before, after))
     importing = "from grassy.data.layout import"
     images = (
-        files[1].read_text().replace(importing, f"from grassy.data.listed_images import ListedImages\n{importing}", 1)
+        files[1]
+        .read_text()
+        .replace(importing, f"from grassy.data.listed_images import ListedImages\n{importing} split_names, ", 1)
     )
     files[1].write_text(images)
 

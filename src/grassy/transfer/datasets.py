@@ -82,9 +82,9 @@ def of_runs(runs: Sequence[str]) -> list[str]:
     """The folders of runs as names for `open_transfer_set`, one for each dataset that they were trained on."""
     found: dict[tuple[str, str], str] = {}
     for run in runs:
-        weights = weights_file(Path(run))
-        folder = run_folder(weights)
-        if not (folder / ENVIRONMENT).is_file():
+        weights = weights_file(Path(run)) if Path(run).exists() else None  # None for a model of timm's
+        folder = None if weights is None else run_folder(weights)
+        if weights is None or folder is None or not (folder / ENVIRONMENT).is_file():
             raise ValueError(f"which datasets? {run} does not say what it was trained on: give --datasets")
         recipe = run_recipe(read_description(weights))
         found.setdefault((recipe.dataset, str(data_dir_of(weights, recipe, None))), str(folder))
