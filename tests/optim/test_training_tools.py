@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import grassy
 from grassy import geometry as g
+from grassy.optim import clipping
 from optimizer_cases import BASES, a_model, assert_identical, data, every_base, train, weights
 
 
@@ -164,6 +165,17 @@ def test_a_class_with_a_non_finite_gradient_does_not_poison_the_clipping_of_the_
         with pytest.raises(ValueError, match="max_norm"):
             grassy.clip_grad_norm_(model, bad)
     assert grassy.clip_grad_norm_(a_model(), 1.0) == 0
+
+
+def test_all_processes_take_part_in_each_check_for_nan_whatever_they_found_before(monkeypatch):
+    """A process that stopped at its own NaN would leave the others waiting."""
+    model, checked = a_model(), []
+    grassy.classification_loss(model, *data(0)).backward()
+    monkeypatch.setattr(clipping.shards, "groups_of", lambda p: ["dp"] if p is model[3].weight else [])
+    monkeypatch.setattr(clipping, "_holds_nonfinite", lambda params, groups: checked.append(groups) or True)
+    with pytest.raises(RuntimeError, match="holds a NaN or an Inf"):
+        grassy.clip_grad_norm_(model, 0.1, error_if_nonfinite=True)
+    assert sorted(checked) == [(), ("dp",)]
 
 
 def test_the_model_is_asked_for_not_its_parameters():

@@ -52,8 +52,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, error_if_nonfinite: bool 
     together: dict[tuple[Any, ...], list[nn.Parameter]] = {}
     for p in with_grad:
         together.setdefault(tuple(shards.groups_of(p)), []).append(p)
-    if error_if_nonfinite and any(_holds_nonfinite(params, groups) for groups, params in together.items()):
-        raise RuntimeError("a gradient holds a NaN or an Inf, so the norm cannot be clipped")
+    if error_if_nonfinite:
+        # A list, so that all processes communicate about every group, whatever each finds in the first.
+        found = [_holds_nonfinite(params, groups) for groups, params in together.items()]
+        if any(found):
+            raise RuntimeError("a gradient holds a NaN or an Inf, so the norm cannot be clipped")
     parts = [_norms_of_all(params, subspaces, groups) for groups, params in together.items()]
     total = _norm(torch.cat([part.to(parts[0]) for part in parts]))
     plain = [p for p in with_grad if not shards.is_dtensor(p) and p.grad is not None]
