@@ -64,11 +64,12 @@ def test_the_file_says_how_images_are_prepared_as_timm_or_the_caller_does(tmp_pa
     assert (about.class_names, about.version) == (None, grassy.__version__)
     names = ["ant", "bee", "cat", "dog", "elk"]
     mean, std = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
-    prepared = {"crop_pct": 1.0, "interpolation": "bicubic", "mean": mean, "std": std}
+    prepared = {"crop_pct": 1.0, "crop_mode": "border", "interpolation": "bicubic", "mean": mean, "std": std}
     grassy.save(model, file, names, 64, epoch=3, metrics={"top1": 71.5}, **prepared)
     about = read_description(file)
     assert (about.class_names, about.img_size, about.mean, about.std) == (names, 64, mean, std)
-    assert (about.crop_pct, about.interpolation, about.epoch, about.metrics) == (1.0, "bicubic", 3, {"top1": 71.5})
+    assert (about.crop_pct, about.crop_mode, about.interpolation) == (1.0, "border", "bicubic")
+    assert (about.epoch, about.metrics) == (3, {"top1": 71.5})
     assert grassy.load(file).pretrained_cfg["label_names"] == names
 
 
@@ -79,6 +80,7 @@ def test_the_file_says_how_images_are_prepared_as_timm_or_the_caller_does(tmp_pa
         ({"std": (0, 1, 1)}, r"std\[0\] must be a number from 1e-06"),
         ({"mean": (0.5,)}, "mean must be a list of length 3"),
         ({"crop_pct": 2.1}, "crop_pct must be a number from 0.1 to 2, got 2.1"),
+        ({"crop_mode": "middle"}, "crop_mode must be one of"),
         ({"epoch": -1}, "epoch must be an integer from 0"),
         ({"img_size": -8}, "img_size must be an integer from 1"),
         ({"metrics": {"top1": 10**400}}, "metrics must be a mapping to numbers that a float can hold"),

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -49,6 +49,7 @@ def save(
     architecture: str | None = None,
     model_kwargs: Mapping[str, Any] | None = None,
     crop_pct: float | None = None,
+    crop_mode: Literal["center", "squash", "border"] | None = None,
     interpolation: str | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
@@ -74,6 +75,8 @@ def save(
         architecture: Name of the timm model (default: read from the model).
         model_kwargs: Options that the model was built with.
         crop_pct: Side of the crop relative to the short side of the resized image (default: timm's).
+        crop_mode: "center" crops the middle, "squash" distorts the image to a square, "border" adds one (default:
+            timm's).
         interpolation: Interpolation for resizing, such as "bicubic" (default: timm's).
         mean: Mean for normalisation, one value per channel (default: timm's).
         std: Standard deviation for normalisation, one value per channel (default: timm's).
@@ -94,7 +97,7 @@ def save(
         )
     in_a_folder = path.suffix != ".safetensors"
     if is_transformers_model(model):
-        for_timm = (img_size, architecture, model_kwargs, crop_pct, interpolation, mean, std)
+        for_timm = (img_size, architecture, model_kwargs, crop_pct, crop_mode, interpolation, mean, std)
         if not in_a_folder or any(each is not None for each in for_timm):
             raise ValueError(
                 f"{type(model).__name__} is a transformers model: give a folder, and only class_names, epoch and "
@@ -109,7 +112,8 @@ def save(
     if names is not None:
         check_class_names(names, head.num_classes)
     prepared = _preparation(model)
-    given = {"img_size": img_size, "crop_pct": crop_pct, "interpolation": interpolation, "mean": mean, "std": std}
+    views = {"img_size": img_size, "crop_pct": crop_pct, "crop_mode": crop_mode, "interpolation": interpolation}
+    given = {**views, "mean": mean, "std": std}
     description = Description(
         model=architecture,
         num_classes=head.num_classes,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grassy.heads import create_head, describe
-from grassy.runs.weights import Description
+from grassy.runs.weights import PREPARATION, Description
 
 #: Fields that describe a recipe without effect on the run.
 NOT_SETTINGS = ("description", "paper", "base")
@@ -22,8 +22,7 @@ def settings_of(about: Description, width: int) -> dict[str, str]:
         "model_kwargs": about.model_kwargs,
         "num_classes": about.num_classes,
         "img_size": recipe.get("img_size", about.img_size),
-        "crop_pct": about.crop_pct,
-        "interpolation": about.interpolation,
+        **{name: getattr(about, name) for name in PREPARATION},
     }
     return dict(_flat({**model, **recipe, **{key: model[key] for key in ("model", "head", "num_classes")}}))
 
