@@ -5,22 +5,29 @@ Names and submodules are imported at first use. So `import grassy` is fast, `gra
 """
 
 import importlib
-import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from grassy._version import __version__
 
 if TYPE_CHECKING:
     from grassy import analysis as analysis
+    from grassy import criteria as criteria
     from grassy import data as data
+    from grassy import distributed as distributed
     from grassy import geometry as geometry
     from grassy import heads as heads
     from grassy import inference as inference
     from grassy import kernels as kernels
+    from grassy import loss as loss
+    from grassy import mixed_labels as mixed_labels
+    from grassy import models as models
     from grassy import optim as optim
+    from grassy import paper as paper
+    from grassy import recipes as recipes
     from grassy import report as report
     from grassy import sklearn as sklearn
     from grassy import surgery as surgery
+    from grassy import torchvision_import as torchvision_import
     from grassy import transfer as transfer
     from grassy.criteria import create_criterion
     from grassy.heads import GrassmannHead, Head, LinearHead, create_head
@@ -66,7 +73,28 @@ _HOMES = {
     "replace_head": "surgery",
     "save": "inference.save",
 }
-_SUBMODULES = {module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")}
+#: The submodules of the reference. Others must be imported by name.
+_SUBMODULES = (
+    "analysis",
+    "criteria",
+    "data",
+    "distributed",
+    "geometry",
+    "heads",
+    "inference",
+    "kernels",
+    "loss",
+    "mixed_labels",
+    "models",
+    "optim",
+    "paper",
+    "recipes",
+    "report",
+    "sklearn",
+    "surgery",
+    "torchvision_import",
+    "transfer",
+)
 
 if not TYPE_CHECKING:  # a type checker would accept any name
 
@@ -80,4 +108,4 @@ if not TYPE_CHECKING:  # a type checker would accept any name
         raise AttributeError(f"module 'grassy' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__, *_SUBMODULES})
+        return sorted([*__all__, *_SUBMODULES])
