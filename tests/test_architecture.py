@@ -14,7 +14,7 @@ PACKAGE = Path(grassy.__file__).parent
 
 # A part may import the parts of earlier layers, and itself. Parts of one layer do not import each other.
 LAYERS = [
-    {"_version", "atomic", "extras", "mixed_labels", "precision", "schema", "shards", "spelling"}
+    {"_version", "arguments", "atomic", "extras", "mixed_labels", "precision", "schema", "shards", "spelling"}
     | {"subspaces", "terminal", "torchvision_import"},
     {"criteria", "geometry", "paper"},
     {"kernels"},

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from grassy.arguments import number, positive
 from grassy.heads import HEADS, CosineHead, GrassmannHead, Head, LinearHead
-from grassy.heads.arguments import number, positive
 from grassy.heads.base import Criterion, init_like_linear, linear, with_classes_last
 from grassy.kernels import unit
 from grassy.optim.joint import MANIFOLD, JointOptimizer

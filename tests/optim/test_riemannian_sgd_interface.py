@@ -184,6 +184,10 @@ BAD_OPTIONS = [
     ({"lr": 0.1, "transport": "none"}, "transport must be one of"),
     ({"lr": 0.1, "retraction": "qf", "transport": "parallel"}, "follows a geodesic"),
     ({"lr": 0.1, "max_angle": 0.0}, "max_angle must be"),
+    ({"lr": 0.1, "max_angle": "1"}, "max_angle must be"),
+    ({"lr": 0.1, "max_angle": True}, "max_angle must be"),
+    ({"lr": 0.1, "momentum": "0.9"}, "momentum must lie"),
+    ({"lr": True}, "lr must be"),
 ]
 
 
@@ -191,6 +195,12 @@ BAD_OPTIONS = [
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         RiemannianSGD([nn.Parameter(g.random_subspace(2, 2, 8))], **options)
+
+
+@pytest.mark.parametrize("name", ["maximize", "bfloat16_momentum"])
+def test_a_word_is_no_boolean(name):
+    with pytest.raises(TypeError, match=f"{name} must be True or False, got 'no'"):
+        RiemannianSGD([nn.Parameter(g.random_subspace(2, 2, 8))], lr=0.1, **{name: "no"})
 
 
 def test_bad_parameters_are_refused():

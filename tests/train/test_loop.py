@@ -94,6 +94,20 @@ def test_a_gradient_that_is_not_finite_does_not_keep_the_turn_from_being_logged(
     assert 0 < largest_turn(optimizer) <= whole
 
 
+@pytest.mark.parametrize(
+    ("changes", "degrees"), [({"lr": 1e8}, 64), ({"lr": 1e8, "max_angle": 0.5}, 0.5), ({"lr": 1e8, "factor": 1e-20}, 0)]
+)
+def test_the_turn_that_is_logged_is_capped_as_the_step_is_and_follows_its_rate(changes, degrees):
+    from grassy.train.diagnostics import largest_turn
+
+    head = grassy.create_head("grassmann", 6, 4, k=2)
+    factor = changes.pop("factor", 1.0)
+    optimizer = grassy.make_optimizer(head, "sgd", lr=changes.pop("lr"), head_lr_factor=factor, **changes)
+    head(torch.randn(8, 6)).square().sum().backward()
+    optimizer.step()
+    assert largest_turn(optimizer) == pytest.approx(math.degrees(degrees), abs=0.1)
+
+
 @pytest.mark.parametrize("head", ["linear", "cosine", "arcface", "multi", "softtriple", "subcenter-arcface"])
 def test_every_head_trains(tmp_path, head):
     train(tiny_recipe(head={"name": head}, epochs=1), tiny_arrays(tmp_path / "data"), tmp_path / "run")

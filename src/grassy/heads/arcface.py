@@ -7,8 +7,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from grassy.heads.arguments import check_labels_of_a_margin, number, positive
-from grassy.heads.base import HeadOptions, empty_parameter, init_like_linear
+from grassy.arguments import number, positive
+from grassy.heads.base import HeadOptions, check_labels_of_a_margin, empty_parameter, init_like_linear
 from grassy.heads.cosine import cosines_of_units
 from grassy.heads.per_class import PerClassHead
 from grassy.kernels import unit

@@ -8,8 +8,8 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
+from grassy.arguments import check_booleans, number, positive_integer
 from grassy.criteria import Criterion, ignored_label, with_classes_last
-from grassy.heads.arguments import check_booleans, number, positive_integer
 from grassy.heads.loss_request import Inbox, LossRequest, recomputed
 from grassy.heads.saved_options import KEY, decode, difference, encode
 from grassy.heads.standardize import standardization, standardized
@@ -342,3 +342,12 @@ def heads_of(model: nn.Module) -> list[Head]:
         model: Any module.
     """
     return [module for module in model.modules() if isinstance(module, Head)]
+
+
+def check_labels_of_a_margin(target: Tensor, logits: Tensor) -> None:
+    """Raise ValueError unless there is one label (...) for each row of the logits (..., C)."""
+    if target.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"target must have shape {tuple(logits.shape[:-1])}, one label per feature, got {tuple(target.shape)}: "
+            "a model that classifies every token and then chooses one needs a head without a margin"
+        )

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from grassy.heads.arguments import positive_integer
+from grassy.arguments import positive_integer
 
 #: Softmax probability p of the target class that the rule aims for.
 CONFIDENT = 0.9

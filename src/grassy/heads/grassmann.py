@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from grassy import geometry, kernels, shards
-from grassy.heads.arguments import check_booleans, number, positive_integer
+from grassy.arguments import check_booleans, number, positive_integer
 from grassy.heads.base import HeadOptions, empty_parameter, evaluating
 from grassy.heads.gamma import automatic_gamma
 from grassy.heads.loss_request import recomputed

@@ -5,7 +5,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from grassy.heads.arguments import check_booleans
+from grassy.arguments import check_booleans
 from grassy.heads.base import HeadOptions, empty_parameter, init_like_linear, linear
 from grassy.heads.per_class import PerClassHead
 

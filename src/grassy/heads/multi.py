@@ -5,8 +5,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from grassy.arguments import check_booleans, positive_integer
 from grassy.criteria import Criterion, with_classes_last
-from grassy.heads.arguments import check_booleans, positive_integer
 from grassy.heads.base import Head, HeadOptions, empty_parameter, init_like_linear, linear
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from grassy import shards
+from grassy.arguments import positive_integer
 from grassy.criteria import Criterion, cross_entropy_options, one_loss
-from grassy.heads.arguments import positive_integer
 from grassy.heads.base import Head, drawn_like_linear, evaluating
 from grassy.heads.loss_request import LossRequest
 from grassy.kernels import (

@@ -5,9 +5,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from grassy.arguments import nonnegative, positive, positive_integer
 from grassy.criteria import Criterion
-from grassy.heads.arguments import check_labels_of_a_margin, nonnegative, positive, positive_integer
-from grassy.heads.base import Head, HeadOptions, empty_parameter, init_like_linear
+from grassy.heads.base import Head, HeadOptions, check_labels_of_a_margin, empty_parameter, init_like_linear
 from grassy.heads.cosine import cosines
 from grassy.kernels import unit
 

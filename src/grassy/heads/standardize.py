@@ -39,6 +39,6 @@ def standardized(batch_norm: nn.Module, features: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             warnings.warn(TOO_FEW, stacklevel=2)
         variance: Any = batch_norm.running_var
-        return ((rows - mean) * (variance + batch_norm.eps).rsqrt()).reshape(features.shape)  # type: ignore[operator]
+        return ((rows - mean) * (variance + batch_norm.eps).rsqrt()).reshape(features.shape)
     standard: Tensor = batch_norm(rows)
     return standard.reshape(features.shape)

@@ -4,8 +4,8 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
+from grassy.arguments import positive_integer
 from grassy.heads.arcface import ArcFaceHead
-from grassy.heads.arguments import positive_integer
 from grassy.heads.base import HeadOptions, empty_parameter
 from grassy.heads.cosine import cosines_of_units
 

@@ -1,16 +1,18 @@
 """Options and results of a step, shared by all implementations."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
+from grassy.arguments import check_booleans, number
 from grassy.spelling import nearest
 
 #: How a step follows its direction: along the geodesic, or by a QR factorisation.
-RETRACTIONS = ("geodesic", "qf")
+Retraction = Literal["geodesic", "qf"]
 #: How the momentum follows the weight: the next step projects it, or exact parallel transport.
-TRANSPORTS = ("projection", "parallel")
+Transport = Literal["projection", "parallel"]
+RETRACTIONS, TRANSPORTS = get_args(Retraction), get_args(Transport)
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,11 @@ class StepOptions:
 
     Raises:
         ValueError: If a value is not allowed. The message lists the allowed ones.
+        TypeError: If `maximize` is not a boolean.
     """
 
-    retraction: str = "geodesic"
-    transport: str = "projection"
+    retraction: Retraction = "geodesic"
+    transport: Transport = "projection"
     max_angle: float | None = None
     maximize: bool = False
 
@@ -42,8 +45,9 @@ class StepOptions:
                 raise ValueError(f"{name} must be one of {allowed}, got {value!r}{nearest(value, allowed)}")
         if self.retraction == "qf" and self.transport == "parallel":
             raise ValueError("transport='parallel' follows a geodesic; with retraction='qf' use transport='projection'")
-        if self.max_angle is not None and not self.max_angle > 0:
+        if self.max_angle is not None and not number(self.max_angle) > 0:
             raise ValueError(f"max_angle must be None or positive, in radians, got {self.max_angle!r}")
+        check_booleans(maximize=self.maximize)
 
 
 class StepCounts(NamedTuple):

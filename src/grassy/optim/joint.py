@@ -6,12 +6,13 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Real
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from grassy.kernels.step_options import Retraction, Transport
 from grassy.optim.riemannian_sgd import LR_FACTOR, RiemannianSGD, refuse_spectral_steps
 from grassy.shards import is_dtensor, was_replaced
 from grassy.spelling import nearest
@@ -31,8 +32,8 @@ def make_optimizer(
     head_momentum: float = 0.9,
     *,
     head_lr_factor: float | None = None,
-    retraction: Literal["geodesic", "qf"] = "geodesic",
-    transport: Literal["projection", "parallel"] = "projection",
+    retraction: Retraction = "geodesic",
+    transport: Transport = "projection",
     max_angle: float | None = None,
     bfloat16_momentum: bool = False,
     weight_decay: float = 0.0,
@@ -192,7 +193,7 @@ class JointOptimizer(Optimizer):
             part.__setstate__({"state": self.state, "param_groups": groups})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one step of both optimizers.
 
         Args:
@@ -363,7 +364,7 @@ def _optimizer_class(base: str | type[Optimizer]) -> tuple[type[Optimizer], dict
         return known[base], {}
     try:
         import_torchvision()  # which timm imports
-        from timm.optim import get_optimizer_class, get_optimizer_info, list_optimizers  # type: ignore[attr-defined]
+        from timm.optim import get_optimizer_class, get_optimizer_info, list_optimizers
     except ImportError:
         raise ValueError(
             f"unknown optimizer {base!r}; available are {', '.join(sorted(known))}, and those of timm: "

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from grassy import geometry, shards
+from grassy.arguments import check_booleans, number
 from grassy.kernels import StepOptions
 from grassy.kernels.sampling import forget_gradient, gradient_of_some
 from grassy.kernels.step import add_steps
+from grassy.kernels.step_options import Retraction, Transport
 from grassy.subspaces import REFUSE_ABOVE, REPAIR_ABOVE
 
 #: Keys of a parameter group that are fields of `StepOptions`.
@@ -42,7 +44,7 @@ class RiemannianSGD(Optimizer):
 
     Raises:
         ValueError: If an option is out of range, or a parameter is not a weight of subspaces.
-        TypeError: If a parameter is neither float32 nor float64.
+        TypeError: If a parameter is neither float32 nor float64, or a boolean option is not a boolean.
 
     Examples:
         >>> import torch, grassy
@@ -59,8 +61,8 @@ class RiemannianSGD(Optimizer):
         params: Iterable[Any],
         lr: float | Tensor,
         momentum: float = 0.9,
-        retraction: str = "geodesic",
-        transport: str = "projection",
+        retraction: Retraction = "geodesic",
+        transport: Transport = "projection",
         max_angle: float | None = None,
         maximize: bool = False,
         *,
@@ -90,7 +92,7 @@ class RiemannianSGD(Optimizer):
             raise
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one step.
 
         Args:
@@ -134,7 +136,7 @@ class RiemannianSGD(Optimizer):
                 continue
             add_steps(
                 heads,
-                _rate(group),
+                rate(group),
                 group["momentum"],
                 counts,
                 found_inf if isinstance(found_inf, Tensor) else None,  # the int 0 if there are no gradients
@@ -164,10 +166,10 @@ class RiemannianSGD(Optimizer):
         before = getattr(self, "param_groups", [])
         refuse_spectral_steps(state["param_groups"])
         super().__setstate__(state)
-        for number, group in enumerate(self.param_groups):
+        for index, group in enumerate(self.param_groups):
             group.pop("direction", None)  # an option of older versions
             # Older states lack this option: keep the setting of this optimizer.
-            now = before[number] if number < len(before) else {}
+            now = before[index] if index < len(before) else {}
             group.setdefault("bfloat16_momentum", now.get("bfloat16_momentum", False))
             for own in (self.state[p] for p in group["params"] if p in self.state):
                 if "skipped_classes" in own:  # older states hold two tensors
@@ -214,7 +216,7 @@ def _gradient(p: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return of_sample, places
 
 
-def _rate(group: dict[str, Any]) -> Any:
+def rate(group: dict[str, Any]) -> Any:
     """Return the effective learning rate of a group: a float, or a tensor on the device."""
     return group["lr"] * group.get(LR_FACTOR, 1)
 
@@ -231,10 +233,11 @@ def _check_options(group: dict[str, Any]) -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr must be one number, got a tensor of shape {tuple(lr.shape)}")
-    if not isinstance(lr, Tensor) and not (isinstance(lr, int | float) and 0 <= lr < math.inf):
+    if not isinstance(lr, Tensor) and not 0 <= number(lr) < math.inf:
         raise ValueError(f"lr must be a finite number >= 0, got {lr!r}")
-    if not 0 <= group["momentum"] < 1:
+    if not 0 <= number(group["momentum"]) < 1:
         raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']!r}")
+    check_booleans(bfloat16_momentum=group["bfloat16_momentum"])
     StepOptions(**{name: group[name] for name in STEP_OPTIONS})  # raises if one is invalid
 
 

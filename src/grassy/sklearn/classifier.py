@@ -12,7 +12,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from torch import Tensor
 
 from grassy import geometry, kernels
-from grassy.heads.arguments import check_booleans, nonnegative, number, positive, positive_integer
+from grassy.arguments import check_booleans, nonnegative, number, positive, positive_integer
 from grassy.heads.gamma import recommended_gamma
 from grassy.sklearn.directions import Directions, fit_directions
 from grassy.sklearn.lbfgs import minimize

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from grassy import geometry
 from grassy.heads import heads_of
+from grassy.kernels.reference import MAX_DOUBLINGS
 from grassy.loss import classification_loss
 from grassy.optim import make_optimizer
 from grassy.optim.joint import JointOptimizer
+from grassy.optim.riemannian_sgd import rate
 from grassy.precision import exact_products
 from grassy.shards import local
 from grassy.subspaces import named_subspaces
@@ -55,7 +57,7 @@ def trouble_of_an_epoch(before: tuple[int, int], after: tuple[int, int], max_ang
 def largest_turn(optimizer: JointOptimizer) -> float:
     """The largest rotation angle of a class in the last step, in degrees: lr · σ_max(H).
 
-    It is never more than `max_angle`.
+    It is never more than `max_angle`, or 64 radians.
     """
     turns = [0.0]
     for group in optimizer.riemannian.param_groups if optimizer.riemannian else ():
@@ -68,11 +70,9 @@ def largest_turn(optimizer: JointOptimizer) -> float:
                 tangent = tangent.to(p.dtype)
                 with exact_products(tangent):
                     energies = tangent @ tangent.mT
-                finite = (
-                    energies.isfinite().all(-1).all(-1)[..., None, None]
-                )  # classes with other gradients do not move
+                finite = energies.isfinite().all(-1).all(-1)[..., None, None]  # other classes do not move
                 speed = torch.linalg.eigvalsh(energies.where(finite, 0))[..., -1].amax().clamp_min(0).sqrt()
-                turns.append(min(float(group["lr"] * speed), group["max_angle"] or math.inf))
+                turns.append(min(float(rate(group) * speed), group["max_angle"] or math.inf, 2.0**MAX_DOUBLINGS))
     return float(torch.tensor(max(turns)).rad2deg())
 
 

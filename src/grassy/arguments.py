@@ -1,10 +1,8 @@
-"""Checks of the arguments of heads: numbers of Python, NumPy and torch, booleans, and the labels of a margin."""
+"""Checks of arguments: numbers of Python, NumPy and torch, and booleans."""
 
 import math
 import operator
 from typing import Any
-
-from torch import Tensor
 
 
 def positive_integer(name: str, value: int) -> int:
@@ -47,12 +45,3 @@ def check_booleans(**options: Any) -> None:
     for name, value in options.items():
         if type(value).__name__ not in ("bool", "bool_"):  # NumPy 1 calls its boolean type bool_, NumPy 2 bool
             raise TypeError(f"{name} must be True or False, got {value!r}")
-
-
-def check_labels_of_a_margin(target: Tensor, logits: Tensor) -> None:
-    """Raise ValueError unless there is one label (...) for each row of the logits (..., C)."""
-    if target.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"target must have shape {tuple(logits.shape[:-1])}, one label per feature, got {tuple(target.shape)}: "
-            "a model that classifies every token and then chooses one needs a head without a margin"
-        )
