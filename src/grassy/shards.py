@@ -55,7 +55,7 @@ def was_replaced(p: Tensor) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """Return the local part of a DTensor, or a plain tensor itself. It shares memory and passes gradients."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def shard_of(weight: Tensor) -> Shard:

@@ -207,7 +207,7 @@ def _choose(found: dict[str, Layers], declared: int | None) -> Layers:
 def _check_replaceable(model: nn.Module, path: str, layer: nn.Module) -> None:
     if layer is model:
         raise ValueError(f"model is itself the layer to replace ({type(model).__name__}): wrap it in nn.Sequential")
-    if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
+    if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
         raise ValueError(f"{path!r} is a {type(layer).__name__} of unknown width: call the model on a batch first")
     for module in _ancestors(model, path):
         wrapper = _SHARDING & {cls.__name__ for cls in type(module).__mro__}

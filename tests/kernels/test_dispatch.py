@@ -368,6 +368,8 @@ def test_a_weight_without_a_class_is_no_work_for_anyone():
     empty = torch.empty(0, 2, 8)
     for impl in ("auto", "native", "reference"):
         assert [int(each) for each in kernels.geodesic_step(empty, empty, None, 0.1, impl=impl)] == [0, 0]
+    with pytest.raises(ValueError, match="impl must be 'auto' or one of"):
+        kernels.geodesic_step(empty, empty, None, 0.1, impl="fortran")
 
 
 @pytest.mark.parametrize(

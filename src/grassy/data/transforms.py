@@ -71,7 +71,7 @@ def _in_turn(*steps: Callable[[Any], Any]) -> Transform:
     import_torchvision()
     from torchvision import transforms
 
-    return transforms.Compose([_to_pillow, *steps])  # type: ignore[no-any-return]
+    return transforms.Compose([_to_pillow, *steps])
 
 
 def _to_pillow(pixels: np.ndarray) -> Any:
@@ -140,6 +140,6 @@ def _of_tensors(step: Any) -> Callable[[Tensor], Tensor]:
     from torchvision import transforms
 
     if isinstance(step, transforms.RandomHorizontalFlip | MaybePILToTensor):
-        return step  # type: ignore[no-any-return]
+        return step
     of_arrays = step if for_pixels(step) else lambda pixels: np.array(step(_to_pillow(pixels)))
     return lambda image: torch.from_numpy(of_arrays(image.permute(1, 2, 0).numpy())).permute(2, 0, 1)

@@ -112,7 +112,7 @@ def on_rank_0(work: Callable[[], T]) -> T:
     result, problem = answers[0]
     if problem:
         raise problem
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def own_rank() -> int:

@@ -42,7 +42,7 @@ def _seen(p: Any) -> Tensor:
     if (sampled := gradient_of_some(p)) is not None:
         return _with_gradient(sampled[1])
     if not is_dtensor(p) or p.grad is None:
-        return p  # type: ignore[no-any-return]
+        return p
     return _with_gradient(local(p.grad))
 
 

@@ -96,7 +96,7 @@ def _timm_config(model: nn.Module, about: Description) -> bytes:
     options = without_pretrained(about.model_kwargs)
     extra = {"label_names": about.class_names, HEAD: about.head}
     with tempfile.TemporaryDirectory() as place:
-        save_config_for_hf(stand_in, Path(place) / CONFIG, model_config=extra, model_args=options)  # type: ignore[arg-type]
+        save_config_for_hf(stand_in, Path(place) / CONFIG, model_config=extra, model_args=options)
         return (Path(place) / CONFIG).read_bytes()
 
 

@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,10 +20,10 @@ from grassy.kernels.cuda import step as cuda
 from grassy.kernels.step_options import NotCompiledYet, StepOptions
 from grassy.precision import exact_products
 
-#: Names of the implementations.
-STEPS = ("cuda", "triton", "native", "reference")
-LOGITS = ("triton", "reference")
-LOSSES = ("triton", "chunks", "reference")
+#: What `impl` may be: the names of the implementations, or "auto".
+StepImpl = Literal["auto", "cuda", "triton", "native", "reference"]
+LogitsImpl = Literal["auto", "triton", "reference"]
+LossImpl = Literal["auto", "triton", "chunks", "reference"]
 
 Head = tuple[Tensor, Tensor, Tensor | None]  # weight, gradient and momentum, (C, K, N) each
 DEFAULTS = StepOptions()
@@ -81,7 +82,7 @@ def choose(
     if impl == "auto":
         # Lazily: asking an implementation may compile its kernel.
         return next(n for n in _order(weight) if _why_not(n, weight, grad, momentum_buffer, options) is None)
-    _check_name(impl, STEPS)
+    _check_name(impl, StepImpl)
     if reason := _unsupported(impl, weight, grad, momentum_buffer, options):
         raise RuntimeError(f"impl={impl!r} cannot be used here: {reason}")
     return impl
@@ -153,7 +154,11 @@ def _module(name: str) -> ModuleType:
 
 
 def _launches(heads: Sequence[Head], options: StepOptions, impl: str) -> list[tuple[str, list[int]]]:
-    """Return pairs of an implementation and the indices of the heads that it steps in one launch."""
+    """Return pairs of an implementation and the indices of the heads that it steps in one launch.
+
+    A weight without elements, as of a process without classes, needs no step.
+    """
+    _check_name(impl, StepImpl)
     if len(heads) == 1:
         return [(choose(impl, *heads[0], options), [0])] if heads[0][0].numel() else []
     alike: dict[object, list[int]] = {}
@@ -180,8 +185,8 @@ def _for_device(value: float | Tensor, name: str, weight: Tensor) -> float | Ten
     """
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
-    if isinstance(value, Tensor) and value.device.type != "cpu":
-        return value.detach().reshape(())
+    if isinstance(value, Tensor) and value.device.type != "cpu" and weight.device.type != "cpu":
+        return value.detach().reshape(()).to(weight.device, non_blocking=True)
     number = float(value)
     return number if abs(number) <= torch.finfo(weight.dtype).max else math.copysign(math.inf, number)
 
@@ -200,14 +205,14 @@ def explain_logits(x: Tensor, weight: Tensor, gamma: float | Tensor = 25.0) -> d
     Returns:
         The implementations in order of preference, each with the reason why it cannot run, or None.
     """
-    return {name: _why_not_logits(name, x, weight, gamma) for name in LOGITS}
+    return {name: _why_not_logits(name, x, weight, gamma) for name in get_args(LogitsImpl)[1:]}
 
 
 def choose_logits(impl: str, x: Tensor, weight: Tensor, gamma: float | Tensor) -> str:
     """Return the name of the implementation of `subspace_logits` that `impl` selects for these tensors."""
     if impl == "auto":
-        return next(name for name in LOGITS if _why_not_logits(name, x, weight, gamma) is None)
-    _check_name(impl, LOGITS)
+        return next(name for name in get_args(LogitsImpl)[1:] if _why_not_logits(name, x, weight, gamma) is None)
+    _check_name(impl, LogitsImpl)
     if reason := _no_fused_logits(x, weight, gamma) if impl == "triton" else None:
         raise RuntimeError(f"impl={impl!r} cannot be used here: {reason}")
     return impl
@@ -220,7 +225,7 @@ def choose_loss(impl: str, x: Tensor, weight: Tensor, target: Tensor, gamma: flo
         if unsupported is not None:
             return "reference"
         return "triton" if _why_not_logits("triton", x, weight, gamma) is None else "chunks"
-    _check_name(impl, LOSSES)
+    _check_name(impl, LossImpl)
     reason = None if impl == "reference" else unsupported
     if reason is None and impl == "triton":
         reason = _no_fused_logits(x, weight, gamma)
@@ -243,6 +248,7 @@ def _no_fused_logits(x: Tensor, weight: Tensor, gamma: float | Tensor) -> str | 
     return triton.unavailable(weight.device) or fused_logits.supports(x, weight, gamma)
 
 
-def _check_name(impl: str, names: Sequence[str]) -> None:
-    if impl not in names:
+def _check_name(impl: str, known: Any) -> None:
+    auto, *names = get_args(known)
+    if impl not in (auto, *names):
         raise ValueError(f"impl must be 'auto' or one of {sorted(names)}, got {impl!r}")

@@ -83,7 +83,7 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None)
     if a.dtype == dtype:
         return torch.mm(a, b, out=out)
     if a.is_cuda and dtype == torch.float32:
-        return torch.mm(a, b, out_dtype=dtype, out=out)  # type: ignore[call-overload]
+        return torch.mm(a, b, out_dtype=dtype, out=out)
     result = torch.mm(a, b).to(dtype)
     return result if out is None else out.copy_(result)
 

@@ -1,12 +1,15 @@
 """The public functions of the head: logits, and the cross-entropy without storing them."""
 
+from typing import Literal
+
 from torch import Tensor
 
 from grassy.kernels import cross_entropy, dispatch, fused_logits, reference
+from grassy.kernels.dispatch import LogitsImpl, LossImpl
 
 
 def subspace_logits(
-    x: Tensor, weight: Tensor, gamma: float | Tensor = 25.0, *, normalize: bool = True, impl: str = "auto"
+    x: Tensor, weight: Tensor, gamma: float | Tensor = 25.0, *, normalize: bool = True, impl: LogitsImpl = "auto"
 ) -> Tensor:
     """Return the logits γ‖W_c x̂‖: γ times the length of the projection of the unit feature onto each subspace.
 
@@ -39,9 +42,9 @@ def subspace_cross_entropy(
     label_smoothing: float = 0.0,
     *,
     normalize: bool = True,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
     ignore_index: int = -100,
-    impl: str = "auto",
+    impl: LossImpl = "auto",
 ) -> Tensor:
     """Return the softmax cross-entropy of `subspace_logits(x, weight, gamma)` without storing the logits.
 

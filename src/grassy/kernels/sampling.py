@@ -84,7 +84,7 @@ class TakeClasses(torch.autograd.Function):
         return weight[index]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         (index,) = ctx.saved_tensors
         add_gradient(ctx.parameter, index, grad)
         return None, None, None

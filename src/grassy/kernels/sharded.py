@@ -176,7 +176,7 @@ class GatherRows(torch.autograd.Function):
         return collectives.gathered(rows, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return scattered_gradient(grad, ctx.dtype, ctx.group), None
 
 
@@ -202,7 +202,7 @@ class SoftmaxOverShards(torch.autograd.Function):
         return own(loss, shard.group).clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels, places, weights, normalizer = ctx.saved_tensors
         grad = gathered_gradient(grad, labels, weights, ctx.shard, ctx.terms)
         return slopes(logits, places, weights, normalizer, grad, ctx.terms), *(None,) * 5
@@ -225,7 +225,7 @@ def scattered_gradient(grad: Tensor, dtype: torch.dtype, group: Any) -> Tensor:
 
 def applied(function: type[torch.autograd.Function], *inputs: Any) -> Tensor:
     """Apply an autograd function, with types that torch lacks."""
-    result: Tensor = function.apply(*inputs)  # type: ignore[no-untyped-call]
+    result: Tensor = function.apply(*inputs)
     return result
 
 
@@ -262,7 +262,7 @@ class _InChunks(torch.autograd.Function):
         return own(loss, shard.group).clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, labels, places, weights, normalizer, *params = ctx.saved_tensors
         grad = gathered_gradient(grad, labels, weights, ctx.shard, ctx.terms)
         pulled = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -31,7 +31,7 @@ class ExchangeLogits(torch.autograd.Function):
         return collectives.exchanged(blocks, shard.group).movedim(0, 1).flatten(1)[:, : shard.classes].contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         world = collectives.world_size(ctx.shard.group)
         each = -(-ctx.shard.classes // world)
         padded = torch.nn.functional.pad(grad, (0, world * each - grad.shape[1]))

@@ -123,7 +123,7 @@ class _Fused(torch.autograd.Function):
         return own(loss, shard.group).clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, labels, places, weights, normalizer, kept = ctx.saved_tensors
         for_x, for_weight = ctx.needs_input_grad[:2]
         grad = gathered_gradient(grad, labels, weights, ctx.shard, ctx.terms)

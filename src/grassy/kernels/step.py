@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from grassy.kernels import dispatch
+from grassy.kernels.dispatch import StepImpl
 from grassy.kernels.step_options import StepCounts, StepOptions
 
 
@@ -19,7 +20,7 @@ def geodesic_step(
     momentum: float | Tensor = 0.0,
     *,
     skip: Tensor | None = None,
-    impl: str = "auto",
+    impl: StepImpl = "auto",
     **options: Any,
 ) -> StepCounts:
     """Make one Riemannian descent step of all classes in place (paper, Algorithm 1).
@@ -67,7 +68,7 @@ def geodesic_steps(
     *,
     skip: Tensor | None = None,
     counts: Sequence[Tensor] | None = None,
-    impl: str = "auto",
+    impl: StepImpl = "auto",
     **options: Any,
 ) -> list[StepCounts]:
     """Make one step of several weights, as `geodesic_step` does. "cuda" steps weights with equal K and N in one launch.
@@ -183,7 +184,7 @@ def _geodesic_steps(
     """Call the dispatcher. An operator takes plain values only, so the options are repeated here."""
     buffers: Sequence[Tensor | None] = momentum_buffers or [None] * len(weights)
     heads = list(zip(weights, grads, buffers, strict=True))
-    options = StepOptions(retraction, transport, max_angle, maximize)
+    options = StepOptions(retraction, transport, max_angle, maximize)  # type: ignore[arg-type]  # an operator has str
     dispatch.geodesic_steps(heads, lr, momentum, options, counts, skip, impl)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from grassy.heads import check_head_options, create_head
+from grassy.kernels.step_options import RETRACTIONS, TRANSPORTS
 from grassy.schema import CROP_MODES, INTERPOLATIONS, LEAST_CROP, MOST_CLASSES, MOST_CROP, MOST_PIXELS
 from grassy.spelling import nearest
 
@@ -23,17 +24,17 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "torchcompile": ("auto", "on", "off"),
     "shard_head": ("auto", "true", "false"),
     "nonfinite": ("stop", "skip"),
-    "retraction": ("geodesic", "qf"),
-    "transport": ("projection", "parallel"),
+    "retraction": RETRACTIONS,
+    "transport": TRANSPORTS,
     "remode": ("const", "rand", "pixel"),
     "preparation": ("recipe", "weights"),
     "interpolation": INTERPOLATIONS,
     "crop_mode": CROP_MODES,
 }
 
-#: Prefixes of timm readers. timm would take any other name for a folder of images, and find no splits in it.
 #: Readers of timm that read images in order, shard by shard.
 STREAMS = ("wds/", "hfids/", "tfds/")
+#: Prefixes of timm readers. timm would take any other name for a folder of images, and find no splits in it.
 READERS = ("torch/", "hfds/", *STREAMS)
 
 POSITIVE: tuple[str, ...] = ("epochs", "batch_size", "grad_accum_steps", "img_size", "aug_repeats", "val_interval")

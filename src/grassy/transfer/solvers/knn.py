@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grassy.transfer.solvers.folds import Array, as_features, as_labels, as_training_set, row_blocks, stratified_folds
-from grassy.transfer.solvers.search import Search, best, check_search, fold_accuracies
+from grassy.transfer.solvers.search import Metric, Search, best, check_search, fold_accuracies
 
 KS = range(1, 50, 2)  # the paper's grid
 FOLDS = 5
@@ -77,7 +77,7 @@ def search_knn(
     folds: int = FOLDS,
     seed: int = 0,
     *,
-    metric: str = "top1",
+    metric: Metric = "top1",
 ) -> Search[KNN]:
     """Choose the k with the highest accuracy in stratified cross-validation, on a tie the smallest, and fit a KNN.
 

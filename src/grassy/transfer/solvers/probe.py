@@ -13,7 +13,7 @@ from torch.nn.functional import one_hot
 from grassy.transfer.solvers.folds import Array
 from grassy.transfer.solvers.linear import SCORES_AT_ONCE, LinearClassifier, search_linear
 from grassy.transfer.solvers.newton import Loss
-from grassy.transfer.solvers.search import Search
+from grassy.transfer.solvers.search import Metric, Search
 
 
 class LogisticProbe(LinearClassifier):
@@ -92,7 +92,7 @@ def search_probe(
     folds: int = 5,
     seed: int = 0,
     *,
-    metric: str = "top1",
+    metric: Metric = "top1",
     normalize: bool = True,
     tol: float = 1e-6,
 ) -> Search[LogisticProbe]:

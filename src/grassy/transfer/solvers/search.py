@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 Model = TypeVar("Model")
 
-METRICS = ("top1", "mean_per_class")
+Metric = Literal["top1", "mean_per_class"]
+METRICS = get_args(Metric)
 
 
 @dataclass(frozen=True)

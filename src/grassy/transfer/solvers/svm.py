@@ -5,7 +5,7 @@ Shapes: B samples, N features, P problems: one for each fold and class.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor
 from grassy.transfer.solvers.folds import Array, as_training_set, stratified_folds
 from grassy.transfer.solvers.linear import SCORES_AT_ONCE, LinearClassifier, search_linear
 from grassy.transfer.solvers.newton import Loss, Solver
-from grassy.transfer.solvers.search import Search, best, check_search
+from grassy.transfer.solvers.search import Metric, Search, best, check_search
 
-BACKENDS = ("torch", "sklearn")
+Backend = Literal["torch", "sklearn"]
+BACKENDS = get_args(Backend)
 
 
 class LinearSVM(LinearClassifier):
@@ -47,7 +48,7 @@ class LinearSVM(LinearClassifier):
         tol: float = 1e-6,
         max_iter: int = 100,
         normalize: bool = False,
-        backend: str = "torch",
+        backend: Backend = "torch",
     ) -> None:
         super().__init__(C, tol, max_iter, normalize)
         self.backend = _known(backend)
@@ -118,10 +119,10 @@ def search_svm(
     folds: int = 5,
     seed: int = 0,
     *,
-    metric: str = "top1",
+    metric: Metric = "top1",
     normalize: bool = True,
     tol: float = 1e-6,
-    backend: str = "torch",
+    backend: Backend = "torch",
 ) -> Search[LinearSVM]:
     """Choose the C with the highest accuracy in stratified cross-validation, and fit a LinearSVM to all samples.
 
