@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from grassy.train import checkpoints, loop, opening, sharding
 from grassy.train.loop import TrainingStopped, train
 from grassy.train.sharding import has_sharded_weights
 from ranks import on_ranks
-from training_cases import tiny_arrays, tiny_recipe
+from training_cases import tiny_arrays, tiny_folders, tiny_recipe
 
 pytestmark = pytest.mark.distributed
 
@@ -100,6 +101,45 @@ def test_what_one_process_finds_wrong_with_the_folder_all_say(tmp_path):
 
     messages = run_on_two(tiny_recipe(epochs=1), data, tmp_path / "run", before=raise_on_one)
     assert messages == ["rank 1 of 2: it holds a run already"] * 2
+
+
+CHANGES = {
+    "another class": (lambda data: (data / "train/cat").rename(data / "train/zebra"), "other classes than rank 0"),
+    "a lost image": (lambda data: (data / "train/cat/0.png").unlink(), "17 training images, and rank 0 has 18"),
+    "another name": (
+        lambda data: (data / "train/cat/0.png").rename(data / "train/cat/9.png"),
+        "other names of training images than rank 0",
+    ),
+    "another validation image": (
+        lambda data: (data / "val/cat/0.png").rename(data / "val/dog/9.png"),
+        "other names of validation images than rank 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_processes_whose_copies_of_the_data_differ_all_say_so_before_anything_is_trained(tmp_path, change):
+    """On machines without a shared disk; each process draws images by their index."""
+    apart, words = CHANGES[change]
+    for rank in range(2):
+        tiny_folders(tmp_path / str(rank) / "data")
+    apart(tmp_path / "1" / "data")
+    if change == "another class":
+        (tmp_path / "1/data/val/cat").rename(tmp_path / "1/data/val/zebra")
+    recipe = tiny_recipe(epochs=1, crop="resized")
+    messages = run_on_two(recipe, Path("data"), tmp_path / "run", before=lambda rank: os.chdir(tmp_path / str(rank)))
+    expected = f"rank 1 of 2 has {words}: all processes must see the same data in data"
+    assert messages == [expected] * 2
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_equal_copies_of_the_data_in_different_folders_are_the_same_data(tmp_path):
+    for rank in range(2):
+        tiny_folders(tmp_path / str(rank) / "data")
+    recipe = tiny_recipe(epochs=1, crop="resized")
+    ends = run_on_two(recipe, Path("data"), tmp_path / "run", before=lambda rank: os.chdir(tmp_path / str(rank)))
+    assert [position.epoch for position in ends] == [1, 1]
 
 
 @pytest.fixture(scope="module")

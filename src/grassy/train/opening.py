@@ -21,6 +21,7 @@ from grassy.precision import amp_dtype
 from grassy.recipes.recipe import Recipe
 from grassy.runs import records
 from grassy.runs.folder import RunFolder
+from grassy.train.agreement import check_same_data, state_to_resume
 from grassy.train.checkpoints import Checkpoints, run_of_state
 from grassy.train.model import build_model
 from grassy.train.objective import FUSED, build_criterion, build_optimizer, compiles
@@ -54,16 +55,10 @@ def opened_run(
                 f"{setting}=true needs weights to start from: give --initial-checkpoint, or pretrained=true"
             )
     folder = RunFolder(output)
-    resumed_from = everywhere(lambda: folder.find_state(resume))
-    # Processes on machines without a shared disk could find different states to resume from.
-    if len(found := dict.fromkeys(processes.gathered([resumed_from]))) > 1:
-        first, other, *_ = (f"{path}" if path is not None else "none" for path in found)
-        raise ValueError(
-            f"the processes found different checkpoints, {first} and {other}: "
-            "--output must be one folder for all machines"
-        )
+    resumed_from = state_to_resume(folder, resume)
     recorded = everywhere(lambda: None if resumed_from is None else records.read_split(run_of_state(resumed_from)))
     data = everywhere(lambda: open_data(recipe, data_dir, process, recorded))
+    check_same_data(data, data_dir)
     if resumed_from is not None and recorded is None and data.held_out is not None:
         data.notes.append(
             f"{run_of_state(resumed_from)} has no {records.SPLIT}: the images to hold out are drawn again"
