@@ -15,6 +15,7 @@ from grassy.data.worker_processes import processors
 from grassy.train import input_wait
 from grassy.train.input_wait import InputWait, advice_on_waiting
 from grassy.train.loop import train
+from ranks import on_ranks
 from training_cases import tiny_arrays, tiny_folders, tiny_recipe
 
 
@@ -58,10 +59,26 @@ def test_the_share_is_that_of_the_time_in_which_the_loop_has_no_batch(clock):
     assert wait.share == 0
 
 
+def test_the_first_batch_of_an_epoch_counts_as_waiting_but_is_no_reason_for_advice(clock):
+    """It takes as long with twice the workers, which advice would ask for."""
+    wait = InputWait()
+    run_through(wait, clock, loading=1.0, working=1.0)
+
+    def produce():
+        clock.now += 6.0  # after the validation, in which the workers had nothing to do
+        yield 0
+        yield 1
+
+    for _ in wait.timed(produce()):
+        clock.now += 1.0
+    assert wait.share == pytest.approx(6 / 8)
+    assert wait.steady_share == 0
+
+
 def test_an_epoch_without_batches_has_a_share(clock):
     wait = InputWait()
     run_through(wait, clock, 1.0, 1.0, batches=0)
-    assert wait.share == 0
+    assert wait.share == wait.steady_share == 0
 
 
 def slow_loading(monkeypatch, seconds):
@@ -87,6 +104,26 @@ def test_a_run_that_waits_says_so_once_and_records_it(tmp_path, monkeypatch, cap
         shares = [float(row["input_share"]) for row in csv.DictReader(file)]
     assert len(shares) == 3
     assert all(0.1 < share < 1 for share in shares)
+
+
+@pytest.mark.distributed
+def test_a_run_waits_for_the_slowest_of_its_processes_and_names_it(tmp_path, monkeypatch, capfd):
+    """The others wait inside the sum of gradients, where their own clocks see no input."""
+    data = tiny_folders(tmp_path / "data")
+
+    def work(rank):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        if rank == 1:
+            slow_loading(monkeypatch, 0.02)
+        return train(tiny_recipe(epochs=2, workers=0), data, tmp_path / "run", device="cpu").rows
+
+    one, other = on_ranks(2, tmp_path, work)
+    assert [row["input_share"] for row in one] == [row["input_share"] for row in other]
+    assert one[-1]["input_share"] > 0.1
+    said = [line for line in capfd.readouterr().err.splitlines() if "waits for its input" in line]
+    assert len(said) == 1
+    assert said[0].startswith("rank 1 waits for its input")
 
 
 def test_images_on_the_device_are_not_waited_for(tmp_path, capsys):

@@ -5,6 +5,7 @@ queue. If the input is slower, the host waits for the next batch. So the host's 
 """
 
 import importlib.util
+import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -28,14 +29,14 @@ class InputWait:
     """The seconds that the loop waited for batches since the epoch began, and all its seconds."""
 
     def __init__(self) -> None:
-        self.waited = self.seconds = 0.0
+        self.waited = self.seconds = self.first = 0.0
         self._started = False  # whether the workers, if any, have delivered a batch
 
     def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
         """The same batches, timed. The first batch of a run does not count, since workers start then."""
-        self.waited = self.seconds = 0.0
+        self.waited = self.seconds = self.first = 0.0
         iterator = iter(batches)
-        while True:
+        for place in itertools.count():
             before = time.monotonic()
             try:
                 batch = next(iterator)
@@ -43,6 +44,7 @@ class InputWait:
                 return
             if self._started:
                 self.waited += time.monotonic() - before
+                self.first = self.first if place else self.waited
             else:
                 self._started, before = True, time.monotonic()
             yield batch
@@ -52,12 +54,21 @@ class InputWait:
     def share(self) -> float:
         return self.waited / self.seconds if self.seconds else 0.0
 
+    @property
+    def steady_share(self) -> float:
+        """The share without the first batch of the epoch, which takes as long however fast the following ones come."""
+        rest = self.seconds - self.first
+        return (self.waited - self.first) / rest if rest else 0.0
 
-def advice_on_waiting(share: float, recipe: Recipe, data: Data) -> str | None:
-    """Advice for an epoch that waited for its input; None if it did not wait for long, or if nothing can be done."""
+
+def advice_on_waiting(share: float, recipe: Recipe, data: Data, rank: int = 0) -> str | None:
+    """Advice for an epoch that waited for its input; None if it did not wait for long, or if nothing can be done.
+
+    rank: the process that waited longest, for which the others wait too.
+    """
     if share <= MUCH or isinstance(data.train, ResidentLoader):
         return None
-    waits = f"the run waits for its input {share:.0%} of the time"
+    waits = f"{f'rank {rank}' if rank else 'the run'} waits for its input {share:.0%} of the time"
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun says how many processes share the machine
     cores = max(1, processors() // here)
     of_each = " of this process" if here > 1 else ""

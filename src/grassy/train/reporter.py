@@ -22,7 +22,7 @@ from grassy.train.sharding import has_sharded_weights
 
 @dataclass
 class Reporter:
-    """Every process of a run has one, with the same rows; only the main process prints and writes."""
+    """Every process of a run has one; only the main process prints and writes."""
 
     run: Run
     progress: Progress
@@ -88,8 +88,10 @@ class Reporter:
         before, self.counts = self.counts, self._counts()
         for line in diagnostics.trouble_of_an_epoch(before, self.counts, self.run.recipe.max_angle):
             self.say(line)
+        steady = processes.gathered([self.input_wait.steady_share])
+        rank = max(range(len(steady)), key=lambda rank: steady[rank])
         if not self.told_of_waiting and (
-            waits := advice_on_waiting(row["input_share"], self.run.recipe, self.run.data)
+            waits := advice_on_waiting(steady[rank], self.run.recipe, self.run.data, rank)
         ):
             self.told_of_waiting = True
             self.say(waits)
@@ -133,7 +135,7 @@ class Reporter:
             "seconds": self.run.position.seconds,
             "eval_effective_rank": None if metrics is None else metrics.effective_rank,
             "outlier_threshold": None if metrics is None else metrics.outlier_threshold,
-            "input_share": self.input_wait.share,
+            "input_share": max(processes.gathered([self.input_wait.share])),  # the others wait for the slowest
         }
 
     def _scalars(self, row: dict[str, Any]) -> dict[str, float]:
