@@ -34,6 +34,12 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     sync_folder(path.parent)
 
 
+def copy_atomically(source: Path, target: Path) -> None:
+    """Copy the contents of a file, as `write_atomically` writes them."""
+    with source.open("rb") as original:
+        write_atomically(target, lambda file: shutil.copyfileobj(original, file))
+
+
 @contextlib.contextmanager
 def folder_when_whole(target: Path) -> Iterator[Path]:
     """A new folder that becomes the target in the end, or disappears after an error."""

@@ -1,8 +1,11 @@
 """What a folder for the hub holds, and what stays of what was there before."""
 
 import dataclasses
+import errno
 import functools
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,6 +178,19 @@ def test_a_model_that_its_library_does_not_give_back_is_not_saved(tmp_path):
     with pytest.raises(ValueError, match=r"BertForSequenceClassification does not load as it was saved: .* differs"):
         grassy.save(model, tmp_path / "saved")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_written_leaves_no_part_of_it(tmp_path, monkeypatch):
+    def full(source, target):
+        if Path(target).name == CONFIG:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="could not be written: No space left on device"):
+        grassy.save(of_transformers("bert"), tmp_path / "saved")
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [CARD, WEIGHTS]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

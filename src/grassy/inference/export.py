@@ -5,7 +5,6 @@ import io
 import json
 import logging
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grassy.atomic import write_atomically
+from grassy.atomic import copy_atomically
 from grassy.extras import needs
 from grassy.inference.load import load
 from grassy.inference.outliers import OutlierScores, can_be_exported
@@ -215,8 +214,7 @@ def _all_or_nothing(output: Path) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix=".exporting-", dir=output.parent) as folder:
             yield Path(folder) / output.name
             for part in sorted(Path(folder).iterdir(), reverse=True):  # x.onnx.data before x.onnx
-                with part.open("rb") as source:
-                    write_atomically(output.parent / part.name, lambda file: shutil.copyfileobj(source, file))
+                copy_atomically(part, output.parent / part.name)
     except OSError as error:  # report the user's file, not the temporary one
         raise OSError(error.errno, f"could not be written: {error.strerror or error}", str(output)) from error
 

@@ -1,8 +1,6 @@
 """Write and load models in the folder format of the Hugging Face Hub; `grassy.runs.hub` describes the format."""
 
 import contextlib
-import os
-import shutil
 import tempfile
 import types
 import warnings
@@ -16,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from grassy.atomic import write_atomically
+from grassy.atomic import TEMPORARY, copy_atomically, write_atomically
 from grassy.distributed.saves import MANIFEST
 from grassy.heads import Head, check_head_options, describe, heads_of
 from grassy.heads.saved_options import KEY
@@ -126,7 +124,7 @@ def write_transformers_folder(
         config.id2label = {number: str(name) for number, name in enumerate(class_names)}
         config.label2id = {str(name): number for number, name in enumerate(class_names)}
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".writing-", dir=folder.parent) as place_to_write:
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder.parent) as place_to_write:
         written = Path(place_to_write)
         model.save_pretrained(written)  # type: ignore[operator]
         _check_that_it_is_read_again(model, written)
@@ -146,8 +144,7 @@ def write_transformers_folder(
         for file in files:
             if file.name == CONFIG:
                 _remove_other_weights(folder, [each.name for each in files])
-            shutil.copyfile(file, folder / f".{file.name}.new")
-            os.replace(folder / f".{file.name}.new", folder / file.name)
+            copy_atomically(file, folder / file.name)
 
 
 def _check_that_it_is_read_again(model: nn.Module, folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grassy.atomic import remove_torn_files, write_atomically
+from grassy.atomic import copy_atomically, remove_torn_files
 from grassy.distributed.saves import MANIFEST, PART, newest
 from grassy.recipes.files import of_this_version
 from grassy.recipes.recipe import Recipe
@@ -99,8 +99,7 @@ class RunFolder:
         best = state.parent / BEST
         if best.is_file() and not (self.path / BEST).exists():
             (self.path / FIRST).touch()
-            with best.open("rb") as source:
-                write_atomically(self.path / BEST, lambda file: shutil.copyfileobj(source, file))
+            copy_atomically(best, self.path / BEST)
 
     @contextlib.contextmanager
     def first_save(self) -> Iterator[None]:
