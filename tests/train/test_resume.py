@@ -1,13 +1,16 @@
 """Runs that are stopped, killed and resumed, and the folder they write to."""
 
+import io
 import json
 import multiprocessing
 import os
 import signal
+import tarfile
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from grassy import atomic
 from grassy.recipes.changes import with_changes
@@ -66,6 +69,43 @@ def test_a_run_that_was_stopped_and_resumed_ends_as_if_it_never_was(tmp_path, mo
             assert torch.equal(torch.as_tensor(one[key]), torch.as_tensor(other[key])), key
     timeless = [{key: row[key] for key in row if key not in ("seconds", "input_share")} for row in whole.rows]
     assert [{key: row[key] for key in row if key not in ("seconds", "input_share")} for row in resumed.rows] == timeless
+
+
+def make_shards(folder, shards=3, images=8):
+    """A WebDataset with `images` images in each shard."""
+    splits = {}
+    for split in ("train", "validation"):
+        files = [f"{split}-{shard:04}.tar" for shard in range(shards)]
+        for shard, name in enumerate(files):
+            with tarfile.open(folder / name, "w") as tar:
+                for i in range(images):
+                    file = io.BytesIO()
+                    Image.new("RGB", (8, 8), (10 * shard, 10 * i, 9)).save(file, "png")
+                    for suffix, data in (("png", file.getvalue()), ("cls", str(i % 3).encode())):
+                        info = tarfile.TarInfo(f"{shard}{i:04}.{suffix}")
+                        info.size = len(data)
+                        tar.addfile(info, io.BytesIO(data))
+        lengths = {"num_samples": shards * images, "shard_lengths": [images] * shards}
+        splits[split] = {"name": split, "filenames": files, **lengths}
+    (folder / "_info.json").write_text(json.dumps({"splits": splits}))
+    return folder
+
+
+@pytest.mark.parametrize(("workers", "note"), [(1, None), (2, "the rest of epoch 1 repeats some images")])
+def test_a_stream_that_goes_on_with_other_readers_says_what_that_means(tmp_path, monkeypatch, capsys, workers, note):
+    pytest.importorskip("webdataset")
+    data = make_shards(tmp_path)
+    recipe = tiny_recipe(dataset="wds/shards", num_classes=3, crop="none", batch_size=6, epochs=1, workers=1)
+    with monkeypatch.context() as patch:
+        StopAfter(patch, 2)
+        train(recipe, data, tmp_path / "run")
+    capsys.readouterr()
+    train(with_changes(recipe, {"workers": workers}), data, tmp_path / "run", resume="auto")
+    said = capsys.readouterr().err
+    assert ("repeats some images" in said) == (note is not None)
+    if note:
+        assert f"{note} and leaves out others" in said
+        assert "1 workers in each of 1 processes before and 2 workers in each of 1 processes now" in said
 
 
 def test_a_rule_for_gamma_that_has_changed_since_does_not_change_a_run(tmp_path, monkeypatch):

@@ -150,6 +150,7 @@ class Checkpoints:
             "head": trained.head,  # with the value of "auto", which another version may choose differently
             "updates": run.position.updates_per_epoch,
             "images": self._images(),
+            "stream": self._readers_of_stream(),
             "class_names": None if run.data.class_names is None else list(run.data.class_names),
             "progress": run.position.to_dict(),
             "scaler": run.step.scaler.state_dict(),
@@ -195,6 +196,11 @@ class Checkpoints:
         self._check_images(saved.get("images"), path)
         updates = run.position.updates_per_epoch
         check_same_run(saved, run.recipe, updates, self._images(), run.data.class_names, path)
+        if saved["progress"]["update"] and (before := saved.get("stream")) not in (None, self._readers_of_stream()):
+            run.data.notes.append(
+                f"the rest of epoch {saved['progress']['epoch'] + 1} repeats some images and leaves out others: the "
+                f"order of a stream depends on its readers, {before} before and {self._readers_of_stream()} now"
+            )
         if (before := saved.get("head", head)) != head:
             raise ValueError(
                 f"{path} belongs to a run with head {before}, and this version of grassy makes {head} of it: "
@@ -265,6 +271,13 @@ class Checkpoints:
             outlier_rate=None if row.get("outlier_threshold") is None else RATE,
             version=__version__,
         )
+
+    def _readers_of_stream(self) -> str | None:
+        """What the order of a stream depends on; None for images that are read by their index."""
+        loader = self.run.data.train
+        if not isinstance(loader, StreamLoader):
+            return None
+        return f"{loader.images.workers} workers in each of {self.run.process.world_size} processes"
 
     def _images(self) -> int | None:
         """The number of training images; None for a stream."""
