@@ -2,9 +2,11 @@
 
 import math
 import multiprocessing
+import os
 import resource
 import signal
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,6 +129,26 @@ def test_broken_images_are_named_counted_and_survived(tmp_path, capsys):
     said = capsys.readouterr().err
     assert said.count("cannot read") == 2
     assert "(2 skipped so far)" in said
+
+
+def test_names_of_files_that_are_no_text_are_reported_as_text(tmp_path, capsys):
+    folder = tiny_folders(tmp_path / "data")
+    odd = os.fsencode(folder / "train" / "cat") + b"/\x1b[31mred\xe9\n.png"
+    os.rename(folder / "train" / "cat" / "3.png", odd)
+    Path(os.fsdecode(odd)).write_bytes(b"nothing")
+    train(tiny_recipe(batch_size=6, epochs=1), folder, tmp_path / "run")
+    assert r"cat/\x1b[31mred\udce9\n.png" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_is_explained_if_a_name_is_no_utf_8(tmp_path):
+    folder = tiny_folders(tmp_path / "data")
+    for file in sorted(folder.rglob("*.png")):
+        os.rename(file, os.fsencode(file.with_suffix("")) + b"\xe9.png")
+    recipe = tiny_recipe(lr=1e30, head={"name": "linear"})
+    with pytest.raises(TrainingStopped, match="not finite at update"):
+        train(recipe, folder, tmp_path / "run")
+    names = (tmp_path / "run" / NONFINITE).read_bytes().splitlines()
+    assert all(Path(os.fsdecode(name)).is_file() for name in names)
 
 
 @pytest.mark.slow

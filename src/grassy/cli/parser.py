@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from grassy.cli.which_run import check_run
 from grassy.spelling import nearest
+from grassy.terminal import printable
 
 
 class Parser(argparse.ArgumentParser):
@@ -143,5 +144,5 @@ def fail(message: str, args: argparse.Namespace, code: int = 2) -> int:
     """
     if args.debug:
         traceback.print_exc()
-    print("grassy: error:", " ".join(message.split()), file=sys.stderr)
+    print("grassy: error:", printable(" ".join(message.split())), file=sys.stderr)
     return code

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from grassy.inference.evaluate import Metrics
+from grassy.terminal import printable
 
 #: Seconds between two readings of the loss, which wait for the device: on a terminal, and elsewhere.
 BAR_INTERVAL, LINE_INTERVAL = 0.5, 30.0
@@ -78,8 +79,10 @@ class Progress:
             self._bar.update(self._task, speed="validating,")
 
     def say(self, text: str) -> None:
+        """Print a line. It may hold names of files, which may be anything."""
         if self.quiet:
             return
+        text = printable(text)
         with self._speaking:
             if self._bar is not None:
                 self._bar.console.print(text, highlight=False, markup=False)

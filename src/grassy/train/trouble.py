@@ -81,7 +81,7 @@ def stop_if_not_finite(run: Run) -> None:
     listing = run.output / NONFINITE
     if run.process.is_main:
         text = "".join(f"{name}\n" for name in names)
-        write_atomically(listing, lambda file: file.write(text.encode()))
+        write_atomically(listing, lambda file: file.write(text.encode("utf-8", "surrogateescape")))
     row = f", the last of {skipped} in a row that were skipped" if number < 0 else ""
     raise TrainingStopped(
         f"the loss is not finite at update {update + 1} of epoch {epoch + 1}{row}, on {names[0]} and "
