@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from grassy.data.run_data import Data
 from grassy.distributed import processes
@@ -44,7 +45,7 @@ def _facts(data: Data, data_dir: Path | None) -> dict[str, int | str]:
     """Numbers, and digests of names and labels, by what they are called in a message."""
     found: dict[str, int | str] = {"classes": _digest(data.class_names or (str(data.num_classes),))}
     for kind, loader in (("training", data.train), ("validation", data.validation)):
-        images = getattr(loader, "images", None)
+        images: Any = getattr(loader, "images", None)
         if hasattr(images, "name"):  # no stream, which has neither names nor labels yet
             found[f"{kind} images"] = len(images)
             names = (images.name(index).removeprefix(f"{data_dir}/") for index in range(len(images)))
