@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 TEMPORARY = ".writing-"
-#: A folder without changes for so many seconds is that of a killed process: on network disks, locks may not show.
+#: What has not changed for so many seconds is of a killed process: on network disks, its lock may not show.
 STALE = 3600.0
 
 
@@ -87,11 +87,14 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def remove_torn_files(folder: Path) -> None:
-    """Remove the temporary files of killed processes."""
+def remove_torn_files(folder: Path, older_than: float = 0.0) -> None:
+    """Remove the temporary files of killed processes: all of them, or those without changes for so many seconds."""
     for file in folder.glob(f"{TEMPORARY}*"):
-        if not file.is_dir():  # of `folder_when_whole`, which may be at work
-            file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it may be another user's, or another process may have removed it
+            if file.is_dir():  # of `folder_when_whole`, which may be at work
+                continue
+            if not older_than or time.time() - file.stat().st_mtime > older_than:
+                file.unlink()
 
 
 def sync_folder(folder: Path) -> None:

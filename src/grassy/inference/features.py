@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import json
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from grassy.atomic import TEMPORARY, write_atomically
+from grassy.atomic import STALE, remove_torn_files, write_atomically
 from grassy.data.batch import Failure
 from grassy.data.batch_transforms import Preparation
 from grassy.data.class_folders import FolderImages
@@ -35,7 +34,6 @@ from grassy.terminal import bar
 
 FORMAT = "2"  # version of the files; part of the hash
 HEADER = 1024  # bytes, enough to describe three tensors
-STALE = 3600.0  # a temporary file unchanged for this many seconds was left by a killed process
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ def extract(
     path = cache / f"features-{key}.safetensors"
     kept = _read(path, images)
     if kept is None:
-        _remove_stale(cache)
+        remove_torn_files(cache, older_than=STALE)  # a live process writes a batch within the hour
         batches = _batches(source, images, device, batch_size, workers, amp_dtype)
         _write(path, batches, len(images), progress)
         kept = _read(path)
@@ -278,11 +276,3 @@ def _can_be_read(images: Images, index: int) -> bool:
         images.load(index)
         return True
     return False
-
-
-def _remove_stale(cache: Path) -> None:
-    """Remove the temporary files of killed processes. A live process writes a batch within the hour."""
-    for file in cache.glob(f"{TEMPORARY}*"):
-        with contextlib.suppress(OSError):
-            if time.time() - file.stat().st_mtime > STALE:
-                file.unlink()
