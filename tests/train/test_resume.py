@@ -30,14 +30,14 @@ class StopAfter:
     """Stops a run after some updates, as SIGTERM does."""
 
     def __init__(self, monkeypatch, updates):
-        original = loop.look
+        original = loop.stop_or_save
 
-        def look(run, *others):
+        def stop_or_save(run, *others):
             if run.position.done == updates:
                 os.kill(os.getpid(), signal.SIGTERM)
             return original(run, *others)
 
-        monkeypatch.setattr(loop, "look", look)
+        monkeypatch.setattr(loop, "stop_or_save", stop_or_save)
 
 
 @pytest.mark.slow

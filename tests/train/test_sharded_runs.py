@@ -41,15 +41,15 @@ def run_on(world, recipe, data, output, resume="", stop_after=0):
 
     def work(rank):
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
-        loop.AGREE_EVERY, look = 1, loop.look
+        loop.AGREE_EVERY, original = 1, loop.stop_or_save
 
-        def look_and_stop(run, *others):
+        def signal_itself(run, *others):
             assert has_sharded_weights(run.trained.model)
             if rank == 0 and run.position.done == stop_after:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return look(run, *others)
+            return original(run, *others)
 
-        loop.look = look_and_stop
+        loop.stop_or_save = signal_itself
         return train(recipe, data, output, resume, "cpu", quiet=True).stopped_by
 
     return on_ranks(world, output.parent, work)

@@ -34,14 +34,14 @@ def train_in_two_processes(recipe, data, output, resume="", stop_after=0, number
         os.environ.update(RANK=str(rank), WORLD_SIZE="2")
         store = f"file://{output.parent}/{output.name}-{resume}-{stop_after}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-        loop.AGREE_EVERY, look = 1, loop.look
+        loop.AGREE_EVERY, original = 1, loop.stop_or_save
 
-        def look_and_stop(run, *others):
+        def signal_itself(run, *others):
             if rank == 1 and run.position.done == stop_after:
                 os.kill(os.getpid(), number)
-            return look(run, *others)
+            return original(run, *others)
 
-        loop.look = look_and_stop
+        loop.stop_or_save = signal_itself
         try:
             os._exit(train(recipe, data, output, resume, "cpu", quiet=True).stopped_by or 0)
         except TrainingStopped as error:

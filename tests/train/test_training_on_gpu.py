@@ -187,14 +187,14 @@ def test_a_captured_run_goes_on_after_an_interruption_and_stops_at_a_nan(tmp_pat
     data = tiny_arrays(tmp_path / "data", images=200)
     recipe = tiny_recipe(torchcompile="off", epochs=3, lr=0.01)
     whole = train(recipe, data, tmp_path / "whole", quiet=True)
-    original = loop.look
+    original = loop.stop_or_save
 
-    def look(run, *others):
+    def stop_or_save(run, *others):
         stop, save = original(run, *others)
         return stop or run.position.done == 40, save
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "look", look)
+        patch.setattr(loop, "stop_or_save", stop_or_save)
         train(recipe, data, tmp_path / "parts", quiet=True)
     parts = train(recipe, data, tmp_path / "parts", resume="auto", quiet=True)
     assert [row["epoch"] for row in parts.rows] == [0, 1, 2]

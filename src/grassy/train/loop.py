@@ -77,7 +77,7 @@ def train_epochs(run: Run, steps: Steps, checkpoints: Checkpoints, reporter: Rep
                 if trained.average is not None:
                     trained.average.update(trained.model, position.done)
                 reporter.after_update(failures)
-                stop, save = look(run, checkpoints, reporter, told)
+                stop, save = stop_or_save(run, checkpoints, reporter, told)
                 if stop or save:
                     position.stopped_by = stop or None
                     reporter.tell_of_unreadable()
@@ -92,7 +92,7 @@ def train_epochs(run: Run, steps: Steps, checkpoints: Checkpoints, reporter: Rep
         checkpoints.save()
 
 
-def look(run: Run, checkpoints: Checkpoints, reporter: Reporter, told: Callable[[], int]) -> tuple[int, int]:
+def stop_or_save(run: Run, checkpoints: Checkpoints, reporter: Reporter, told: Callable[[], int]) -> tuple[int, int]:
     """The signal to stop, or 0, and whether to save now. It also checks that the loss is finite, and reports progress.
 
     It reads from a GPU only now and then, since that waits for the GPU, and from other processes at agreed updates.

@@ -48,21 +48,10 @@ def opened_run(
 
     While it is open, its folder is locked.
     """
-    given = recipe.initial_checkpoint or recipe.pretrained or recipe.model_kwargs.get("pretrained")
-    for setting in ("freeze", "finetune"):
-        if getattr(recipe, setting) and not given:
-            raise ValueError(
-                f"{setting}=true needs weights to start from: give --initial-checkpoint, or pretrained=true"
-            )
+    _check_first_weights(recipe)
     folder = RunFolder(output)
     resumed_from = state_to_resume(folder, resume)
-    recorded = everywhere(lambda: None if resumed_from is None else records.read_split(run_of_state(resumed_from)))
-    data = everywhere(lambda: open_data(recipe, data_dir, process, recorded))
-    check_same_data(data, data_dir)
-    if resumed_from is not None and recorded is None and data.held_out is not None:
-        data.notes.append(
-            f"{run_of_state(resumed_from)} has no {records.SPLIT}: the images to hold out are drawn again"
-        )
+    data = _open_data(recipe, data_dir, process, resumed_from)
     captured = can_be_captured(recipe, data, process)
 
     # Choose the fastest convolutions by trying them; the choice may differ between runs.
@@ -87,20 +76,51 @@ def opened_run(
     with contextlib.ExitStack() as stack:
         curves = None
         if process.is_main and position.epoch < recipe.epochs:
-            folder.claim()
-            stack.callback(folder.release)
-            if resumed_from is not None:
-                folder.adopt_best(resumed_from)
-            split = data.held_out is not None
-            records.save_settings(output, run.recipe, data_dir, split, process.world_size, process.device)
-            if data.held_out is not None:
-                records.save_split(output, recipe, data.held_out)
-            curves = records.Curves(output, position.done)
-            stack.callback(curves.close)
+            curves = stack.enter_context(_recorded(run, folder, data_dir, resumed_from))
         quiet = quiet or not process.is_main
         progress = Progress(recipe.epochs, position.updates_per_epoch, data.batch_size, position.done, quiet)
         progress.accuracy = position.rows[-1]["eval_top1"] if position.rows else None
         yield run, steps, checkpoints, Reporter(run, progress, curves)
+
+
+def _check_first_weights(recipe: Recipe) -> None:
+    given = recipe.initial_checkpoint or recipe.pretrained or recipe.model_kwargs.get("pretrained")
+    for setting in ("freeze", "finetune"):
+        if getattr(recipe, setting) and not given:
+            raise ValueError(
+                f"{setting}=true needs weights to start from: give --initial-checkpoint, or pretrained=true"
+            )
+
+
+def _open_data(recipe: Recipe, data_dir: Path | None, process: Process, resumed_from: Path | None) -> Data:
+    """The data of a run, equal in all processes. A resumed run holds out the images that it held out before."""
+    recorded = everywhere(lambda: None if resumed_from is None else records.read_split(run_of_state(resumed_from)))
+    data = everywhere(lambda: open_data(recipe, data_dir, process, recorded))
+    check_same_data(data, data_dir)
+    if resumed_from is not None and recorded is None and data.held_out is not None:
+        data.notes.append(
+            f"{run_of_state(resumed_from)} has no {records.SPLIT}: the images to hold out are drawn again"
+        )
+    return data
+
+
+@contextlib.contextmanager
+def _recorded(
+    run: Run, folder: RunFolder, data_dir: Path | None, resumed_from: Path | None
+) -> Iterator[records.Curves]:
+    """Lock the folder of a run, write what it begins with, and yield its curves."""
+    with contextlib.ExitStack() as stack:
+        folder.claim()
+        stack.callback(folder.release)
+        if resumed_from is not None:
+            folder.adopt_best(resumed_from)
+        split = run.data.held_out is not None
+        records.save_settings(run.output, run.recipe, data_dir, split, run.process.world_size, run.process.device)
+        if run.data.held_out is not None:
+            records.save_split(run.output, run.recipe, run.data.held_out)
+        curves = records.Curves(run.output, run.position.done)
+        stack.callback(curves.close)
+        yield curves
 
 
 def _build_trained(recipe: Recipe, data: Data, process: Process, captured: bool, sharding: Sharding) -> Trained:
