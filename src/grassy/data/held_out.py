@@ -60,8 +60,10 @@ def held_out(images: Files, keys: Sequence[str], fraction: float, seed: int) -> 
     labels = images.labels()
     names = images.class_names
     chosen: set[str] = set()
-    for label in np.unique(labels).tolist():
-        own = [keys[index] for index in np.flatnonzero(labels == label).tolist()]
+    order = np.argsort(labels, kind="stable")
+    present, starts = np.unique(labels[order], return_index=True)
+    for label, indices in zip(present.tolist(), np.split(order, starts[1:]), strict=True):
+        own = [keys[index] for index in indices.tolist()]
         count = min(len(own) - 1, max(1, round(fraction * len(own))))
         title = str(label) if names is None else names[label]
         chosen.update(sorted(own, key=lambda key: _draw(seed, title, key))[:count])
