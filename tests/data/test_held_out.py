@@ -13,6 +13,8 @@ from PIL import Image
 
 import grassy
 from grassy.data.held_out import held_out, open_with_keys, set_to_split
+from grassy.data.images import ArrayImages
+from grassy.data.pack import pack
 from grassy.data.run_data import open_data
 from grassy.distributed.processes import Process
 from grassy.inference.validate import validate
@@ -64,6 +66,15 @@ def test_the_split_depends_on_its_own_seed_alone(tmp_path):
     shutil.copytree(moved / "cat", moved / "lynx")
     again = open_data(tiny_recipe(val_fraction=0.3), moved, CPU).held_out
     assert [key for key in again if not key.startswith("lynx")] == split
+
+
+def test_the_split_of_flat_class_folders_is_that_of_every_version():
+    """Weights without a record of their split rely on it."""
+    keys = [f"{name}/{name}-{i}.png" for name in ("cat", "dog") for i in range(10)]
+    images = ArrayImages(np.zeros((20, 2, 2), np.uint8), np.arange(20) // 10, ["cat", "dog"], "arrays")
+    expected = {f"{name}/{name}-{i}.png" for name, i in zip(3 * ["cat"] + 3 * ["dog"], (2, 6, 9, 2, 4, 6), strict=True)}
+    assert held_out(images, keys, 0.3, 0) == expected
+    assert held_out(images, [f"photos/{key}" for key in keys], 0.3, 0) == {f"photos/{key}" for key in expected}
 
 
 @pytest.mark.parametrize(("images", "fraction", "held"), [(1, 0.5, 0), (2, 0.01, 1), (2, 0.99, 1), (3, 0.9, 2)])
@@ -140,6 +151,25 @@ def test_the_classes_of_a_folder_to_split_are_its_topmost_folders(tmp_path, pack
     assert images.class_names == list(counts)
     for index in range(len(images)):
         assert images.class_names[images.labels()[index]] in Path(images.name(index)).parts
+
+
+@pytest.mark.parametrize("kind", ["folders", "tar", "pack"])
+def test_images_of_one_name_in_the_folders_of_a_class_are_drawn_one_by_one(tmp_path, kind):
+    folders = [tmp_path / "set" / name / f"p{number:02}" for name in ("chair", "sofa") for number in range(20)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        for view in ("front", "back", "left"):
+            Image.new("RGB", (4, 4)).save(folder / f"{view}.png")
+    place = tmp_path / "set"
+    if kind == "pack":
+        pack(place, tmp_path / "packed")
+    found, keys = open_with_keys({"folders": place, "tar": tar_of(place), "pack": tmp_path / "packed/train.tar"}[kind])
+    held = held_out(found, keys, 1 / 3, 0)
+    views = Counter(key.split("/")[0] + "/" + key.rpartition("/")[2] for key in held)
+    assert sum(views.values()) == 40
+    assert len(views) == 6  # both classes have every view
+    assert max(views.values()) < 14
+    assert held == held_out(*open_with_keys(place), 1 / 3, 0)
 
 
 def test_images_that_lie_deeper_than_their_class_folders_are_mentioned(tmp_path):

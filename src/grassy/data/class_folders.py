@@ -108,11 +108,16 @@ def _numbers(places: dict[str, str], class_names: Sequence[str] | None) -> dict[
     return numbers
 
 
+def shared_levels(folders: Iterable[PurePosixPath]) -> int:
+    """How many folders lie above the topmost class folders: the parts that all paths share, but for the last."""
+    levels = zip(*(path.parts[:-1] for path in folders), strict=False)  # the last part is a class name
+    return len(list(itertools.takewhile(lambda level: len(set(level)) == 1, levels)))
+
+
 def _topmost(folders: Iterable[PurePosixPath]) -> dict[PurePosixPath, str]:
     """The class of each folder: the first part of its path that not all paths share."""
     paths = list(folders)
-    levels = zip(*(path.parts[:-1] for path in paths), strict=False)  # the last part is a class name
-    shared = len(list(itertools.takewhile(lambda level: len(set(level)) == 1, levels)))
+    shared = shared_levels(paths)
     return {path: path.parts[shared] for path in paths}
 
 

@@ -1,7 +1,7 @@
 """Split one set of labelled images: a share of each class is held out for validation, the same in every run.
 
-The choice depends on the seed, the class and the file name of each image. It does not depend on the machine, on the
-order of files on disk, or on other classes.
+The choice depends on the seed, the class, and the path of each image below its class folder. It does not depend on the
+machine, on the order of files on disk, or on other classes.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from grassy.data.class_folders import FolderImages, open_files, path_in_tars
+from grassy.data.class_folders import FolderImages, open_files, path_in_tars, shared_levels
 from grassy.data.images import ArrayImages, Images, arrays_from_file
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, below_the_split, holds_images, layout_hint, split_place
 from grassy.recipes.recipe import Recipe
@@ -59,6 +59,7 @@ def held_out(images: Files, keys: Sequence[str], fraction: float, seed: int) -> 
     """
     labels = images.labels()
     names = images.class_names
+    above = shared_levels(PurePosixPath(folder) for folder in {key.rpartition("/")[0] for key in keys})
     chosen: set[str] = set()
     order = np.argsort(labels, kind="stable")
     present, starts = np.unique(labels[order], return_index=True)
@@ -66,14 +67,16 @@ def held_out(images: Files, keys: Sequence[str], fraction: float, seed: int) -> 
         own = [keys[index] for index in indices.tolist()]
         count = min(len(own) - 1, max(1, round(fraction * len(own))))
         title = str(label) if names is None else names[label]
-        chosen.update(sorted(own, key=lambda key: _draw(seed, title, key))[:count])
+        chosen.update(sorted(own, key=lambda key: _draw(seed, title, key.split("/", above + 1)[-1]))[:count])
     return chosen
 
 
-def _draw(seed: int, title: str, key: str) -> bytes:
-    """A random key for an image, from its name without folders, so that a set may be moved or nested."""
-    name = key.rpartition("/")[2]
-    return hashlib.sha256(f"{seed}\n{title}\n{name}".encode("utf-8", "surrogateescape")).digest()
+def _draw(seed: int, title: str, path: str) -> bytes:
+    """A random key for an image, from its path below its class folder, so that a set may be moved or nested.
+
+    The name alone would not do: if each folder below a class has a front.png, all of them would be held out or none.
+    """
+    return hashlib.sha256(f"{seed}\n{title}\n{path}".encode("utf-8", "surrogateescape")).digest()
 
 
 def part_of(images: Files, keys: Sequence[str], wanted: Collection[str], inside: bool) -> Files:
