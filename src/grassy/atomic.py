@@ -34,6 +34,11 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     sync_folder(path.parent)
 
 
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write a file of text in UTF-8, as `write_atomically` writes it."""
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
 def copy_atomically(source: Path, target: Path) -> None:
     """Copy the contents of a file, as `write_atomically` writes them."""
     with source.open("rb") as original:

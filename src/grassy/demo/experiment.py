@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from grassy._version import __version__
 from grassy.analysis import variability
-from grassy.atomic import write_atomically
+from grassy.atomic import write_text_atomically
 from grassy.data.worker_processes import one_thread
 from grassy.demo.measures import Difference, Labelled, difference, few_shot, kept, strongest_direction, style
 from grassy.demo.page import page_run, write_demo_page
@@ -127,7 +127,7 @@ def run(output: Path, settings: Settings = FULL) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
     }
     numbers, page = output / "demo.json", output / "report.html"
-    write_atomically(numbers, lambda file: file.write(json.dumps(result, indent=1, allow_nan=False).encode()))
+    write_text_atomically(numbers, json.dumps(result, indent=1, allow_nan=False))
     titles = ["", *HEADS, "pixels", *(f"k = 8 minus {head} (95 % CI)" for head in (SOFTMAX, STANDARDIZED))]
     all_rows = [titles, *rows(result, (SOFTMAX, STANDARDIZED))]
     write_demo_page(

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from grassy.atomic import TEMPORARY, copy_atomically, write_atomically
+from grassy.atomic import TEMPORARY, copy_atomically, write_text_atomically
 from grassy.distributed.saves import MANIFEST
 from grassy.heads import Head, check_head_options, describe, heads_of
 from grassy.heads.saved_options import KEY
@@ -54,7 +54,7 @@ def write_timm_folder(model: nn.Module, description: Description, folder: Path) 
     )
     _write_card(card, folder)
     _remove_other_weights(folder, [WEIGHTS])
-    write_atomically(folder / CONFIG, lambda file: file.write(config))  # last: it marks the folder as complete
+    write_text_atomically(folder / CONFIG, config)  # last: it marks the folder as complete
 
 
 def _epoch_as_printed(about: Description) -> int | None:
@@ -69,7 +69,7 @@ def _changed_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in own.items() if name != "initial_checkpoint" and value != plain.get(name)}
 
 
-def _timm_config(model: nn.Module, about: Description) -> bytes:
+def _timm_config(model: nn.Module, about: Description) -> str:
     """The config.json that timm writes for the model, with the head."""
     timm = import_timm()
     from timm.models._hub import save_config_for_hf
@@ -95,7 +95,7 @@ def _timm_config(model: nn.Module, about: Description) -> bytes:
     extra = {"label_names": about.class_names, HEAD: about.head}
     with tempfile.TemporaryDirectory() as place:
         save_config_for_hf(stand_in, Path(place) / CONFIG, model_config=extra, model_args=options)
-        return (Path(place) / CONFIG).read_bytes()
+        return (Path(place) / CONFIG).read_text(encoding="utf-8")
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -287,4 +287,4 @@ def _write_card(text: str, folder: Path) -> None:
     if card.exists() and not is_unedited(card.read_text(encoding="utf-8", errors="replace")):
         warnings.warn(f"{card} was edited or is your own, and stays as it is: see whether it still fits", stacklevel=4)
         return
-    write_atomically(card, lambda file: file.write(sealed(text).encode()))
+    write_text_atomically(card, sealed(text))

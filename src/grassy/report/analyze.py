@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from grassy import schema
-from grassy.atomic import write_atomically
+from grassy.atomic import write_text_atomically
 from grassy.data.images import Images
 from grassy.data.run_images import data_dir_of, run_images, run_recipe
 from grassy.distributed.processes import find_device
@@ -149,7 +149,7 @@ def analyze(
         "environment": environment(where),
     }
     text = json.dumps(result, allow_nan=False, separators=(",", ":"))
-    write_atomically(folder / ANALYSIS, lambda stream: stream.write(text.encode()))
+    write_text_atomically(folder / ANALYSIS, text)
     return result
 
 

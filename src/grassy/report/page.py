@@ -15,7 +15,7 @@ from typing import Any
 
 from grassy import paper
 from grassy._version import __version__
-from grassy.atomic import write_atomically
+from grassy.atomic import write_text_atomically
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES
 from grassy.report.analyze import ANALYSIS, analyze, open_split, read_analysis, where_images_are
 from grassy.report.classes import SCALARS
@@ -228,7 +228,7 @@ def write_page(runs: Sequence[PageRun], output: Path, title: str = "", opening: 
         The file.
     """
     text = render_page(runs, title, opening)
-    write_atomically(output, lambda file: file.write(text.encode()))
+    write_text_atomically(output, text)
     return output
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grassy.atomic import write_atomically
+from grassy.atomic import write_text_atomically
 from grassy.terminal import spreadsheet_safe
 from grassy.transfer.protocol import Report, Result
 
@@ -49,11 +49,11 @@ def save(report: Report, folder: Path, facts: dict[str, Any]) -> None:
         }
         names = {name: spreadsheet_safe(getattr(result, name)) for name in ("model", "dataset")}
         writer.writerow({**result.to_dict(), **spread, **names})
-    write_atomically(folder / "transfer.csv", lambda file: file.write(text.getvalue().encode()))
+    write_text_atomically(folder / "transfer.csv", text.getvalue())
     results = [result.to_dict() for result in report.results]
     whole = {**facts, "finished": report.finished, "results": results}
     whole |= {"missing": report.missing, "failed": report.failed}
-    write_atomically(folder / "transfer.json", lambda file: file.write(json.dumps(whole, indent=1).encode()))
+    write_text_atomically(folder / "transfer.json", json.dumps(whole, indent=1))
 
 
 def render(report: Report, groups: dict[str, str]) -> str:
