@@ -20,7 +20,7 @@ from training_cases import tiny_folders, tiny_recipe
 CPU = Process(torch.device("cpu"))
 
 
-def test_a_broken_image_gives_way_to_the_next_in_training_and_does_not_count_in_validation(tmp_path):
+def test_a_broken_image_gives_way_to_another_in_training_and_does_not_count_in_validation(tmp_path):
     folder = tiny_folders(tmp_path)
     whole = io.BytesIO()
     Image.new("RGB", (12, 12)).save(whole, "png")
@@ -30,10 +30,26 @@ def test_a_broken_image_gives_way_to_the_next_in_training_and_does_not_count_in_
     ((batch,),) = data.train.epoch(0)
     assert [failure.name for failure in batch.failures] == [str(folder / "train" / "cat" / "0.png")]
     assert len(batch.images) == 18
-    assert sorted(batch.indices) == [1, *range(1, 18)]
+    assert set(batch.indices) == set(range(1, 18))
     (batch,) = data.validation
     assert batch.failures == [Failure(str(folder / "val" / "dog" / "1.png"), "not an image that Pillow knows")]
     assert batch.labels.tolist().count(-1) == 1
+
+
+def test_images_in_place_of_broken_ones_are_drawn_from_the_whole_set_and_are_the_same_in_every_run(tmp_path):
+    folder = tiny_folders(tmp_path, classes=("cat", "dog"), images=60)
+    for number in range(40):  # twice as many side by side as end a run
+        (folder / "train" / "cat" / f"{number}.png").write_bytes(b"")
+    first, second, third = (
+        [parts[0].indices for parts in open_data(tiny_recipe(batch_size=120, seed=seed), folder, CPU).train.epoch(0)]
+        for seed in (0, 0, 1)
+    )
+    assert first == second != third
+    counts = np.bincount(first[0], minlength=120)
+    assert counts[:40].max() == 0
+    assert counts[40:].min() == 1  # each readable image has its own turn
+    assert counts.max() <= 6
+    assert np.count_nonzero(counts > 1) > 20
 
 
 def test_a_set_of_nothing_but_broken_images_is_an_error(tmp_path):

@@ -12,7 +12,7 @@ from torch import Tensor
 from grassy.data.batch import Batch, Failure, checked, collate, on_device
 from grassy.data.decode import reason_for
 from grassy.data.images import Images
-from grassy.data.order import EpochBatches, Share
+from grassy.data.order import EpochBatches, Share, seed_of
 from grassy.data.transforms import CropTransform, Transform
 from grassy.data.worker_processes import keep_memory, one_thread, processors, worker_options
 
@@ -20,7 +20,7 @@ MAX_TRIES = 20
 
 
 class Samples(torch.utils.data.Dataset[Any]):
-    """Transformed images. In training, the next readable image replaces one that cannot be read."""
+    """Transformed images. In training, another image, drawn at random, replaces one that cannot be read."""
 
     def __init__(self, images: Images, transform: Transform, training: bool) -> None:
         self.images, self.training = images, training
@@ -34,7 +34,8 @@ class Samples(torch.utils.data.Dataset[Any]):
         index, seed = key
         failures = []
         for attempt in range(MAX_TRIES if self.training else 1):
-            i = (index + attempt) % len(self.images)
+            # Not the neighbour: unreadable files often lie side by side, and what follows them would be seen too often.
+            i = seed_of(seed, attempt) % len(self.images) if attempt else index
             with seeded(seed), one_thread():
                 try:
                     # The crop is drawn first, since it determines the scale at which a file is decoded.
