@@ -99,3 +99,12 @@ def test_a_strip_needs_no_more_memory_than_a_photo(shape, monkeypatch):
     assert image.shape == (3, 64, 64)
     assert image.max() > 100  # the middle of the strip
     assert max(sizes[0]) <= 21 * 64
+
+
+@pytest.mark.parametrize("shape", [(3, 400), (400, 3), (1, 9000)])
+@pytest.mark.parametrize("crop_pct", [0.9, 1.0, 2.0])
+def test_a_strip_of_any_length_is_shown_inside_a_border(shape, crop_pct):
+    image = eval_transform(8, crop_pct, "bilinear", "border", (0, 0, 0))(np.full((*shape, 3), 200, np.uint8))
+    assert image.shape == (3, 8, 8)
+    assert (image == 200).any()
+    assert (image == 0).any()  # the border

@@ -4,6 +4,7 @@ Images arrive as RGB pixels (H, W, 3) of uint8 and leave as uint8 (3, H, W): a q
 normalised on the device.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,15 +89,18 @@ def _resizing(
 
     view: dict[str, Any] = {"crop_pct": crop_pct, "crop_mode": crop_mode, "interpolation": interpolation}
     steps = create_transform(size, use_prefetcher=True, mean=mean, **view)
-    if crop_mode == "center":
-        steps.transforms.insert(0, _without_ends)
+    # Resized by its short side, a strip of a few kilobytes would fill the memory. Resized by its long side, to fit into
+    # a border, it would have no pixel across.
+    most = {"center": LONGEST_STRIP, "border": max(1, int(size / crop_pct))}
+    if crop_mode in most:
+        steps.transforms.insert(0, functools.partial(_without_ends, most[crop_mode]))
     return steps
 
 
-def _without_ends(image: Any) -> Any:
-    """The middle of a strip: resized by its short side, a strip of a few kilobytes would fill the memory."""
+def _without_ends(most: int, image: Any) -> Any:
+    """The middle of a strip, whose long side is at most so many times the short side."""
     width, height = image.size
-    longest = LONGEST_STRIP * min(width, height)
+    longest = most * min(width, height)
     left, top = max(0, (width - longest) // 2), max(0, (height - longest) // 2)
     return image.crop((left, top, width - left, height - top)) if left or top else image
 
