@@ -45,7 +45,11 @@ class Samples(torch.utils.data.Dataset[Any]):
                 except Exception as error:  # decoders may raise anything for broken files
                     failures.append(Failure(self.images.name(i), reason_for(error)))
                     continue
-                return self.rest(image), label, i, failures
+                try:
+                    return self.rest(image), label, i, failures
+                except Exception as error:  # the image was read: another one would hide an error of the transform
+                    why = reason_for(error)
+                    raise ValueError(f"{self.images.name(i)} cannot be transformed: {why}") from error
         return None, -1, index, failures
 
 
