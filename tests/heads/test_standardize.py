@@ -11,7 +11,7 @@ from torch import nn
 import grassy
 from grassy.heads import HEADS, create_head
 from grassy.inference.export import export
-from grassy.inference.features import _watch
+from grassy.inference.layer_inputs import LayerInputs
 from grassy.optim import AveragedModel
 from grassy.recipes.changes import with_changes
 from grassy.runs.weights import LAST, read_description
@@ -253,11 +253,9 @@ def test_replaced_in_a_model_it_learns_and_features_are_those_before_it(name):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.6 * losses[0]
-    seen = {}
-    hook = _watch(head, "3", seen)
-    model.eval()(x)
-    hook.remove()
-    assert torch.equal(seen["3"], model[:3](x))
+    with LayerInputs([head]) as inputs:
+        model.eval()(x)
+    assert torch.equal(inputs.take()[0][1], model[:3](x))
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 Shapes: B batch, C classes, K subspace dimension, N feature dimension.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +10,7 @@ from grassy.analysis.spectrum import effective_rank_of_moments
 from grassy.distributed import processes
 from grassy.heads import GrassmannHead, heads_of
 from grassy.heads.base import evaluating
+from grassy.inference.layer_inputs import LayerInputs
 from grassy.kernels import unit
 from grassy.shards import is_dtensor
 
@@ -19,41 +18,31 @@ from grassy.shards import is_dtensor
 ROWS = 64
 
 
-class SubspaceUse:
+class SubspaceUse(LayerInputs):
     """Sums of t tᵀ (C, K, K) over the samples of each class, with t = W_c x̂ the coordinates in the class's subspace.
 
-    Usage: `with SubspaceUse(model) as use:`, then `use.add(labels)` after each forward pass. A hook records the
-    features that reach the Grassmann head and prepares them as the head does, with its standardisation. A model without
-    such a head, or with a head on feature maps, has no effective rank.
+    Usage: `with SubspaceUse(model) as use:`, then `use.add(labels)` after each forward pass. The features
+    that reach the Grassmann head are prepared as the head does, with its standardisation. A model without such a head,
+    or with a head on feature maps, has no effective rank.
     """
 
     def __init__(self, model: nn.Module) -> None:
         found = [head for head in heads_of(model) if isinstance(head, GrassmannHead) and head.subspace_names]
         # With a sharded weight, a process lacks most bases of the classes that it sees.
         self.head = found[0] if found and not is_dtensor(found[0].weight) else None
-        self.features: Tensor | None = None
+        super().__init__([] if self.head is None else [self.head])
         self.moments: Tensor | None = None
         if self.head is not None:
             classes, k, _ = self.head.weight.shape
             self.moments = torch.zeros(classes, k, k, dtype=torch.float64, device=self.head.weight.device)
 
-    def __enter__(self) -> "SubspaceUse":
-        self.hook = None if self.head is None else self.head.register_forward_pre_hook(self._keep)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.hook is not None:
-            self.hook.remove()
-
-    def _keep(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self.features = inputs[0]
-
     @torch.no_grad()
     def add(self, labels: Tensor) -> None:
         """Add the features of the last forward pass. A negative label marks an image that could not be read."""
-        features, self.features = self.features, None
-        if self.head is None or self.moments is None or features is None or features.ndim != 2:
+        taken = self.take()
+        if self.head is None or self.moments is None or not taken or taken[-1][1].ndim != 2:
             return
+        features = taken[-1][1]
         read = labels >= 0
         with evaluating(self.head):
             directions = unit(self.head.prepare(features[read])).to(self.head.weight.dtype)

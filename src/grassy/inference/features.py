@@ -29,6 +29,7 @@ from grassy.data.order import Share
 from grassy.data.transforms import Transform, eval_transform
 from grassy.data.worker_loader import ValidationLoader
 from grassy.inference.feature_models import FeatureModel
+from grassy.inference.layer_inputs import LayerInputs
 from grassy.surgery import find_classifiers
 from grassy.terminal import bar
 
@@ -106,21 +107,19 @@ def _batches(
     loader = ValidationLoader(images, _transform(source), batch_size, Share(), workers, device)
     prepare = Preparation(source.mean, source.std, device)
     model = source.model.eval()
-    seen: dict[str, Tensor] = {}
-    hooks = [_watch(layer, path, seen) for path, layer in feature_classifiers(source).items()]
-    try:
+    with LayerInputs(feature_classifiers(source).values()) as inputs:
         for batch in loader:
             if batch.blank == len(batch.labels):  # no readable image, so no image size
                 batch.images = torch.zeros(batch.blank, 3, source.img_size, source.img_size, dtype=torch.uint8)
             prepared, labels = prepare(batch.images.to(device), batch.labels.to(device))
             with torch.autocast(device.type, amp_dtype, enabled=amp_dtype is not None):
                 output = model(prepared)
-            found = list(seen.values()) if hooks else [_over_locations(output, channels_first=output.ndim == 4)]
+            if inputs.layers:
+                last = dict(inputs.take())  # the last call counts
+                found = [_over_locations(each, isinstance(layer, nn.Conv2d)) for layer, each in last.items()]
+            else:
+                found = [_over_locations(output, channels_first=output.ndim == 4)]
             yield torch.cat([part.float() for part in found], 1).cpu(), labels.cpu(), batch.failures
-            seen.clear()
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _transform(source: FeatureModel) -> Transform:
@@ -136,15 +135,6 @@ def feature_classifiers(source: FeatureModel) -> dict[str, nn.Module]:
     if not classifiers and getattr(source.model, "num_classes", None) != 0:
         raise ValueError(f"found no classifier in {source.name}: features are the inputs of a classifier")
     return {path: layer for path, layer in classifiers.items() if "dist" not in path} or classifiers
-
-
-def _watch(layer: nn.Module, path: str, seen: dict[str, Tensor]) -> Any:
-    convolution = isinstance(layer, nn.Conv2d)
-
-    def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        seen[path] = _over_locations(inputs[0], convolution)
-
-    return layer.register_forward_pre_hook(keep)
 
 
 def _over_locations(features: Tensor, channels_first: bool) -> Tensor:

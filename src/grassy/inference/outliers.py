@@ -5,13 +5,13 @@ the share of images from unknown classes.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from grassy.heads import GrassmannHead, Head, heads_of
+from grassy.inference.layer_inputs import LayerInputs
 
 #: The share of the validation images that the threshold flags.
 RATE = 0.05
@@ -21,7 +21,7 @@ FEWEST = round(1 / RATE)
 MOST_CLASSES = 100_000
 
 
-class OutlierScores:
+class OutlierScores(LayerInputs):
     """Collects outlier scores: `with OutlierScores(model) as scores:`, then `scores.of_last()` after each forward pass.
 
     There are no scores for several heads, for a head on a feature map, or for a weight sharded over processes.
@@ -30,25 +30,11 @@ class OutlierScores:
     def __init__(self, model: nn.Module) -> None:
         heads = heads_of(model)
         self.head: Head | None = heads[0] if len(heads) == 1 and _is_whole(heads[0]) else None
-        self.features: list[Tensor] = []
-        self.hook: Any = None
-
-    def __enter__(self) -> "OutlierScores":
-        if self.head is not None:
-            # Models differ in where and under which name features reach the head; a hook works for all of them.
-            self.hook = self.head.register_forward_pre_hook(self._keep)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.hook is not None:
-            self.hook.remove()
-
-    def _keep(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self.features.append(inputs[0])
+        super().__init__([] if self.head is None else [self.head])
 
     def of_last(self) -> Tensor | None:
         """Scores (B,) of the images of the last forward pass, or None if there are none."""
-        features, self.features = self.features, []
+        features = [features for _, features in self.take()]
         if self.head is None or len(features) != 1 or any(size != 1 for size in features[0].shape[1:-1]):
             return None
         return self.head.outlier_score(features[0]).flatten()
