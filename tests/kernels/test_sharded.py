@@ -5,6 +5,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from sharded_kernels import SHARDS, differences, evaluated, example
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +15,9 @@ from grassy import kernels
 from grassy.kernels import sharded
 from grassy.kernels.sampling import Sampling, drawn
 from grassy.kernels.sharded import sharded_cross_entropy
+from grassy.mixed_labels import MixedLabels
 from grassy.shards import Shard, bounds
+from ranks import on_ranks
 
 INTERPRETED = """
 import json
@@ -112,6 +115,74 @@ def test_chunks_of_any_head_give_what_all_classes_at_once_give(monkeypatch):
     monkeypatch.setattr("grassy.kernels.sharded.CHUNK", 18)
     for ours, theirs in zip(result("chunks"), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+
+
+def of_half_precision(x, labels, w):
+    """Logits as a linear layer gives them under autocast."""
+    return (x @ w.T).bfloat16()
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunks"])
+def test_logits_of_half_precision_are_summed_in_float32(monkeypatch, impl):
+    """In bfloat16 the sum over so many classes would stop growing."""
+    torch.manual_seed(0)
+    monkeypatch.setattr("grassy.kernels.sharded.CHUNK", 2**14)
+    monkeypatch.setattr("grassy.kernels.sharded.WHOLE", 2**14 if impl == "chunks" else 2**26)
+    x, w, labels = torch.randn(4, 8), 0.01 * torch.randn(20_000, 8), torch.arange(4)
+    rows, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
+    loss = sharded_cross_entropy(rows, labels, of_half_precision, [weight], Shard(0, 20_000, 20_000), impl=impl)
+    loss.backward()
+    logits = of_half_precision(x, None, w).float().requires_grad_()
+    expected = F.cross_entropy(logits, labels)
+    expected.backward()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    slopes = logits.grad.bfloat16().float()  # what autograd hands to the matmul
+    torch.testing.assert_close(weight.grad, slopes.T @ x, rtol=2e-2, atol=1e-9)
+
+
+def test_a_process_without_classes_communicates_in_the_dtype_of_the_others():
+    rows, labels = torch.randn(4, 8), torch.arange(4)
+    for shard, w in ((Shard(0, 9, 9), torch.randn(9, 8)), (Shard(9, 9, 9), torch.randn(0, 8))):
+        for impl in ("reference", "chunks"):
+            loss = sharded_cross_entropy(rows, labels, of_half_precision, [w], shard, impl=impl, reduction="none")
+            assert loss.dtype == torch.float32
+
+
+@pytest.mark.distributed
+def test_processes_of_different_ways_agree_on_whether_features_get_a_gradient(tmp_path, monkeypatch):
+    """With a frozen backbone, the one whose logits are few enough to be stored would not answer the other."""
+    monkeypatch.setattr("grassy.kernels.sharded.WHOLE", 8 * 3)
+    torch.manual_seed(0)
+    x, w, labels = torch.randn(8, 5), torch.randn(7, 5), torch.arange(8) % 7
+    alone = w.clone().requires_grad_()
+    F.cross_entropy(x @ alone.T, labels).backward()
+
+    def work(rank):
+        start, stop = bounds(7, rank, 2)
+        own = w[start:stop].clone().requires_grad_()
+        shard = Shard(start, stop, 7, dist.group.WORLD)
+        mine = slice(4 * rank, 4 * rank + 4)
+        sharded_cross_entropy(x[mine], labels[mine], lambda x, _, w: x @ w.T, [own], shard).backward()
+        return own.grad
+
+    torch.testing.assert_close(torch.cat(on_ranks(2, tmp_path, work)), alone.grad)
+
+
+@pytest.mark.distributed
+def test_weights_of_mixed_labels_may_cancel_in_one_process(tmp_path):
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 6, dtype=torch.float64), torch.eye(6, dtype=torch.float64)
+    labels, weights = torch.tensor([[0, 1, 4]] * 2), torch.tensor([[0.5, -0.5, 1.0]] * 2, dtype=torch.float64)
+    share = torch.tensor([0.5, -0.5, 0.0, 0.0, 1.0, 0.0], dtype=torch.float64)
+
+    def work(rank):
+        own, mine = slice(3 * rank, 3 * rank + 3), slice(rank, rank + 1)
+        target, shard = MixedLabels(labels[mine], weights[mine]), Shard(own.start, own.stop, 6, dist.group.WORLD)
+        return sharded_cross_entropy(x[mine], target, lambda x, _, w: x @ w.T, [w[own]], shard)
+
+    losses = torch.stack(on_ranks(2, tmp_path, work))
+    torch.testing.assert_close(losses, -(share * x.log_softmax(-1)).sum(-1))
 
 
 class Integers(TorchDispatchMode):

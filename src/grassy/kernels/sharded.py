@@ -104,7 +104,7 @@ def losses(
     top = collectives.maximum(maximum, shard.group)
     is_here = (labels >= shard.offset) & (labels < shard.stop)
     mass_here = is_here if weights is None else (weights * is_here).sum(-1)
-    picked = torch.where(mass_here != 0, picked - mass_here * top, 0)
+    picked = torch.where(is_here if weights is None else is_here.any(-1), picked - mass_here * top, 0)
     sums = [exponentials * (maximum - top).exp(), picked]
     if terms.eps:
         sums.append(total - here * top)
@@ -249,13 +249,10 @@ class _InChunks(torch.autograd.Function):
         *params: Tensor,
     ) -> Tensor:
         x = collectives.gathered(rows, shard.group)
-        state = None
+        state = nothing_observed(x, exact_dtype(params))
         for start, stop in chunks(len(params[0]), size):
-            part = logits(x, places - start, *(p[start:stop] for p in params))
-            state = nothing_observed(x, part.dtype) if state is None else state
+            part = logits(x, places - start, *(p[start:stop] for p in params)).to(state.dtype)
             state = observed(state, part, places - start, weights)
-        if state is None:
-            state = nothing_observed(x, torch.promote_types(params[0].dtype, torch.float32))
         loss, normalizer, terms = losses(state, labels, weights, shard, terms, len(params[0]))
         ctx.save_for_backward(x, labels, places, weights, normalizer, *params)
         ctx.logits, ctx.size, ctx.shard, ctx.terms, ctx.autocast = logits, size, shard, terms, _autocast_as_now(x)
@@ -272,12 +269,15 @@ class _InChunks(torch.autograd.Function):
             parts = [p[start:stop].detach().requires_grad_() for p in params]
             with torch.enable_grad(), ctx.autocast():
                 part = ctx.logits(x, places - start, *parts)
-            g = slopes(part.detach(), places - start, weights, normalizer, grad, ctx.terms)
+            exact = part.detach().to(normalizer.dtype)
+            g = slopes(exact, places - start, weights, normalizer, grad, ctx.terms).to(part.dtype)
             dx, *dparts = torch.autograd.grad(part, [x, *parts], g)
             pulled += dx
             for result, dpart in zip(results, dparts, strict=True):
                 result[start:stop] = dpart
-        return scattered_gradient(pulled, x.dtype, ctx.shard.group), *(None,) * 7, *results
+        # Without it, a process that stores its logits would not take part either.
+        dx = scattered_gradient(pulled, x.dtype, ctx.shard.group) if ctx.needs_input_grad[0] else None
+        return dx, *(None,) * 7, *results
 
 
 def _autocast_as_now(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
@@ -287,6 +287,11 @@ def _autocast_as_now(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:
         return nullcontext
     dtype = torch.get_autocast_dtype(kind)
     return lambda: torch.autocast(kind, dtype)
+
+
+def exact_dtype(params: Sequence[Tensor]) -> torch.dtype:
+    """Return the dtype of maxima and sums. It must not depend on logits, which a process without classes lacks."""
+    return torch.promote_types(params[0].dtype, torch.float32)
 
 
 def chunk_size(batch: int, params: Sequence[Tensor]) -> int:
@@ -377,7 +382,7 @@ def losses_of_rows(
     """Return the losses (B_l,) of rows (B_l, N), given the labels (B,) of all rows and their indices in the params."""
     size = chunk_size(labels.shape[0], params)
     if impl == "reference" or (impl == "auto" and size >= params[0].shape[0]):
-        own_logits = logits(applied(GatherRows, rows, shard.group), places, *params)
+        own_logits = logits(applied(GatherRows, rows, shard.group), places, *params).to(exact_dtype(params))
         return applied(SoftmaxOverShards, own_logits, labels, places, weights, shard, terms)
     if impl in ("auto", "chunks"):
         return applied(_InChunks, rows, labels, places, weights, logits, size, shard, terms, *params)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grassy.kernels import collectives
 from grassy.kernels.cross_entropy import chunks
-from grassy.kernels.sharded import GatherRows, Logits, applied, chunk_size, nothing_observed, observed, own
+from grassy.kernels.sharded import GatherRows, Logits, applied, chunk_size, exact_dtype, nothing_observed, observed, own
 from grassy.shards import Shard
 
 #: Largest number of logits (B_l x C) that a process receives: 256 MiB in float32.
@@ -87,7 +87,7 @@ def sharded_top(
     """
     flat = rows.reshape(-1, rows.shape[-1])
     x = collectives.gathered(flat, shard.group)
-    values = x.new_full((x.shape[0], count), -torch.inf, dtype=torch.promote_types(params[0].dtype, torch.float32))
+    values = x.new_full((x.shape[0], count), -torch.inf, dtype=exact_dtype(params))
     places = torch.zeros(x.shape[0], count, dtype=torch.int64, device=x.device)
     for start, stop in chunks(len(params[0]), chunk_size(x.shape[0], params)):
         part = logits(x, None, *(p[start:stop] for p in params)).to(values.dtype)
@@ -118,7 +118,7 @@ def sharded_largest_probability(rows: Tensor, logits: Logits, params: Sequence[T
     """
     x = collectives.gathered(rows.reshape(-1, rows.shape[-1]), shard.group)
     nobody = torch.full((x.shape[0],), -1, dtype=torch.int64, device=x.device)
-    state = nothing_observed(x, torch.promote_types(params[0].dtype, torch.float32))
+    state = nothing_observed(x, exact_dtype(params))
     for start, stop in chunks(len(params[0]), chunk_size(x.shape[0], params)):
         state = observed(state, logits(x, None, *(p[start:stop] for p in params)).to(state.dtype), nobody)
     top = collectives.maximum(state[0], shard.group)
