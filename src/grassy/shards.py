@@ -44,7 +44,7 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def mark_as_replaced(p: Tensor) -> None:
-    """Mark a parameter that a sharded one has replaced in its head."""
+    """Mark a parameter that a sharded one has replaced in its module."""
     p.replaced_by_a_shard = True  # type: ignore[attr-defined]
 
 

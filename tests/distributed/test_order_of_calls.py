@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import grassy
+from grassy.distributed import sharding
 
 
 @pytest.fixture
@@ -27,11 +28,39 @@ def test_an_optimizer_from_before_the_head_was_sharded_refuses_to_step(mesh, nam
     early = grassy.make_optimizer(model, "sgd", lr=0.1)
     grassy.distributed.shard_head(model, mesh)
     grassy.classification_loss(model, torch.randn(4, 8), torch.tensor([0, 1, 2, 3])).backward()
-    with pytest.raises(RuntimeError, match=r"call grassy\.make_optimizer after grassy\.distributed\.shard_head"):
+    with pytest.raises(RuntimeError, match=r"call grassy\.make_optimizer after grassy\.distributed\.shard_head and"):
         early.step()
     before = grassy.distributed.whole(model[2].weight).clone()
     grassy.make_optimizer(model, "sgd", lr=0.1).step()
     assert not torch.equal(before, grassy.distributed.whole(model[2].weight))
+
+
+def test_an_optimizer_from_before_fsdp_refuses_to_step(mesh):
+    """FSDP2 replaces the parameters of the backbone too, which would never move."""
+    model = model_with_head()
+    grassy.distributed.shard_head(model, mesh)
+    early = grassy.make_optimizer(model, "sgd", lr=0.1)
+    trained = grassy.distributed.wrap(model, mesh, fsdp=True)
+    grassy.classification_loss(trained, torch.randn(4, 8), torch.tensor([0, 1, 2, 3])).backward()
+    with pytest.raises(RuntimeError, match="created before shard_head or wrap"):
+        early.step()
+    before = trained[0].weight.full_tensor().clone()
+    grassy.make_optimizer(trained, "sgd", lr=0.1).step()
+    assert not torch.equal(before, trained[0].weight.full_tensor())
+
+
+@pytest.mark.parametrize(
+    ("config", "device"), [("cpu:gloo,cuda:nccl", "cuda"), ("cuda:nccl", "cuda"), ("cpu:gloo,cuda:gloo", "cpu")]
+)
+def test_a_mesh_is_of_gpus_if_the_process_group_can_use_them(monkeypatch, config, device):
+    """`init_process_group()` without arguments, as the page says, reports its backend as undefined."""
+    monkeypatch.setattr(sharding.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(sharding.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(sharding.dist, "get_backend", lambda: "undefined")
+    monkeypatch.setattr(sharding.dist, "get_backend_config", lambda: config)
+    monkeypatch.setattr(sharding.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sharding, "init_device_mesh", lambda kind, *_, **__: kind)
+    assert grassy.distributed.mesh() == device
 
 
 @pytest.mark.parametrize("name", ["grassmann", "cosine", "arcface", "linear"])

@@ -26,7 +26,7 @@ def mesh(device_type: str | None = None) -> DeviceMesh:
     """Create a mesh of all processes with one dimension, "dp".
 
     Args:
-        device_type: "cuda" or "cpu". None means "cuda" if there is a GPU and the backend is NCCL.
+        device_type: "cuda" or "cpu". None means "cuda" if there is a GPU and the process group supports NCCL.
 
     Returns:
         The mesh, for `shard_head` and `wrap`.
@@ -38,7 +38,8 @@ def mesh(device_type: str | None = None) -> DeviceMesh:
         raise RuntimeError(
             "there is no process group: start the program with torchrun and call torch.distributed.init_process_group()"
         )
-    kind = device_type or ("cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend() else "cpu")
+    # Without arguments, init_process_group names no backend, but one for each type of device.
+    kind = device_type or ("cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu")
     return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from grassy.distributed.sharding import sharded_parameters
+from grassy.shards import mark_as_replaced
 
 
 def wrap(model: nn.Module, mesh: DeviceMesh, fsdp: bool | Iterable[nn.Module] = False, **options: Any) -> nn.Module:
@@ -40,11 +41,16 @@ def wrap(model: nn.Module, mesh: DeviceMesh, fsdp: bool | Iterable[nn.Module] = 
             "scale (learnable_gamma=False, learnable_scale=False)"
         )
     ignored = set(shards.values())
+    before = list(model.parameters())
     for block in _blocks(model) if isinstance(fsdp, bool) else fsdp:
         if any(p in ignored for p in block.parameters()):
             raise ValueError(f"fsdp names a {type(block).__name__} that holds the sharded head: leave it out")
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, ignored_params=ignored, **options)
+    kept = {id(p) for p in model.parameters()}
+    for p in before:
+        if id(p) not in kept:
+            mark_as_replaced(p)
     return model
 
 
