@@ -18,7 +18,7 @@ from grassy.criteria import (
     shape_of_losses,
     with_classes_last,
 )
-from grassy.heads import Head, HeadOnMap, LossRequest
+from grassy.heads import Head, HeadOnMap, LossRequest, heads_of
 from grassy.heads.loss_request import (
     check_that_compiled_heads_are_not_recomputed,
     delivered,
@@ -67,7 +67,7 @@ def classification_loss(
         criterion = F.cross_entropy
     elif isinstance(criterion, str):
         criterion = create_criterion(criterion)
-    heads = [module for module in model.modules() if isinstance(module, Head)]
+    heads = heads_of(model)
     if isinstance(target, MixedLabels) and not _takes(heads, target, criterion):
         if not heads:
             raise TypeError("target must be a tensor for a model without a grassy head, got MixedLabels")

@@ -138,6 +138,8 @@ def _after_epoch(state: "Position") -> str:
 
 def _folder_to_resume(args: argparse.Namespace) -> Path | None:
     """The folder of the run that --resume names; None if it names none. Its recipe and data need not be repeated."""
+    from grassy.recipes.files import ARGS
+
     if args.recipe is not None and "=" in args.recipe:  # a setting: with --resume RUN the recipe may be left out
         args.recipe, args.settings = None, [args.recipe, *args.settings]
     if args.resume in ("", "auto"):
@@ -151,6 +153,6 @@ def _folder_to_resume(args: argparse.Namespace) -> Path | None:
     folder = source if source.is_dir() else source.parent
     if args.recipe is None and not source.exists():
         raise ValueError(f"there is no run {source} to resume")
-    if args.recipe is None and not (folder / "args.yaml").is_file():
-        raise ValueError(f"{folder} is no run, for it holds no args.yaml: --resume takes the folder of a run")
+    if args.recipe is None and not (folder / ARGS).is_file():
+        raise ValueError(f"{folder} is no run, for it holds no {ARGS}: --resume takes the folder of a run")
     return folder

@@ -43,7 +43,12 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--backend", default="torch", choices=["torch", "sklearn"], help="implementation of the SVM (default: torch)"
     )
-    parser.add_argument("--amp", default="auto", help="auto (bfloat16 on a GPU), off or bfloat16 (default: auto)")
+    parser.add_argument(
+        "--amp",
+        default="auto",
+        choices=["auto", "off", "bfloat16"],
+        help="auto is bfloat16 on a GPU and off on a CPU (default: auto)",
+    )
     parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="images per batch (default: 256)")
     parser.add_argument("--workers", type=int, default=4, metavar="N", help="processes that load images (default: 4)")
     add_device(parser)
@@ -54,7 +59,6 @@ def run(args: argparse.Namespace) -> None:
     from grassy.distributed.processes import find_device
     from grassy.inference.feature_models import open_model
     from grassy.precision import amp_dtype
-    from grassy.recipes.recipe import Recipe
     from grassy.runs.folder import RunFolder
     from grassy.runs.records import environment
     from grassy.transfer import datasets, protocol, table
@@ -62,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     protocol.check_methods(args.methods)
     runs = runs_of(args)
     device = find_device(args.device)
-    dtype = amp_dtype(Recipe(amp=args.amp).amp, device)
+    dtype = amp_dtype(args.amp, device)
     models = [open_model(source, device) for source in runs]
     facts = environment(device)
     folder = RunFolder(args.output)
