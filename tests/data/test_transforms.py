@@ -1,5 +1,7 @@
 """Crops of pixels: those of timm."""
 
+import pickle
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -69,6 +71,27 @@ def test_colors_and_policies_follow_the_crop(photo):
         assert np.median(distances) < 2
         plain = [np.abs(both(photo, seed, **changes)[0] - both(photo, seed)[0]).mean() for seed in range(12)]
         assert np.median(plain) > 5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"color_jitter": 0.4},
+        *({"aa": policy} for policy in ("rand-m9-mstd0.5-inc1", "augmix-m3-w3", "3a", "original")),
+        {"crop": "padded", "aa": "rand-m9"},
+        {"interpolation": "lanczos", "aa": "rand-m9"},
+    ],
+    ids=str,
+)
+def test_a_transform_can_be_sent_to_a_worker_process_that_is_not_forked(photo, changes):
+    transform = train_transform(Recipe(img_size=32, **changes))
+    images = []
+    for each in (transform, pickle.loads(pickle.dumps(transform))):
+        with seeded(3):
+            images.append(each(photo))
+    assert np.array_equal(*images)
+    pickle.dumps(eval_transform(32, 0.9, "bicubic"))
 
 
 def test_evaluation_is_that_of_timm(photo):

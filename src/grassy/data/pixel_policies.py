@@ -5,6 +5,7 @@ Those that take most of the time in Pillow, shears and translations, move whole 
 weights of the cubic interpolation are the same, so a few passes over the array do it.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -58,18 +59,23 @@ def _posterize(image: Any, bits: int, **options: Any) -> Any:
 
 
 def _of_pixels(function: Operation) -> Operation:
+    # Not closures, which cannot be pickled, as worker processes need it where they are not forked.
+    return functools.partial(_by_lines if function.__name__ in MOVES else _by_pillow, function)
+
+
+def _by_pillow(function: Operation, pixels: Pixels, *args: Any, **options: Any) -> Pixels:
     from PIL import Image
 
-    def by_pillow(pixels: Pixels, *args: Any, **options: Any) -> Pixels:
-        return np.array(function(Image.fromarray(pixels), *args, **options))
+    return np.array(function(Image.fromarray(pixels), *args, **options))
 
-    def by_lines(pixels: Pixels, amount: float, resample: Any, fillcolor: Any) -> Pixels:
-        if resample != Image.Resampling.BICUBIC:  # a choice of two, from which timm's function draws, or a cheap one
-            return by_pillow(pixels, amount, resample=resample, fillcolor=fillcolor)
-        moved: Pixels = MOVES[function.__name__](pixels, amount, fillcolor)
-        return moved
 
-    return by_lines if function.__name__ in MOVES else by_pillow
+def _by_lines(function: Operation, pixels: Pixels, amount: float, resample: Any, fillcolor: Any) -> Pixels:
+    from PIL import Image
+
+    if resample != Image.Resampling.BICUBIC:  # a choice of two, from which timm's function draws, or a cheap one
+        return _by_pillow(function, pixels, amount, resample=resample, fillcolor=fillcolor)
+    moved: Pixels = MOVES[function.__name__](pixels, amount, fillcolor)
+    return moved
 
 
 def shear_x(pixels: Pixels, factor: float, fill: Iterable[int]) -> Pixels:

@@ -145,5 +145,14 @@ def _of_tensors(step: Any) -> Callable[[Tensor], Tensor]:
 
     if isinstance(step, transforms.RandomHorizontalFlip | MaybePILToTensor):
         return step
-    of_arrays = step if for_pixels(step) else lambda pixels: np.array(step(_to_pillow(pixels)))
-    return lambda image: torch.from_numpy(of_arrays(image.permute(1, 2, 0).numpy())).permute(2, 0, 1)
+    of_arrays = step if for_pixels(step) else functools.partial(_by_pillow, step)
+    return functools.partial(_by_arrays, of_arrays)
+
+
+# Functions of a module: lambdas cannot be pickled, as worker processes need it where they are not forked.
+def _by_pillow(step: Callable[[Any], Any], pixels: np.ndarray) -> np.ndarray:
+    return np.array(step(_to_pillow(pixels)))
+
+
+def _by_arrays(step: Callable[[np.ndarray], np.ndarray], image: Tensor) -> Tensor:
+    return torch.from_numpy(step(image.permute(1, 2, 0).numpy())).permute(2, 0, 1)
