@@ -9,6 +9,7 @@ import subprocess
 import pytest
 import torch
 import yaml
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import grassy
 from grassy.heads import recommended_gamma
@@ -106,6 +107,40 @@ def test_the_turn_that_is_logged_is_capped_as_the_step_is_and_follows_its_rate(c
     head(torch.randn(8, 6)).square().sum().backward()
     optimizer.step()
     assert largest_turn(optimizer) == pytest.approx(math.degrees(degrees), abs=0.1)
+
+
+class Elements(TorchDispatchMode):
+    """Within this, the number of elements of the largest tensor that is made is kept."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        for made in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in given:
+                Elements.largest = max(Elements.largest, made.numel())
+        return result
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_diagnostics_of_a_large_head_need_no_copy_of_its_weight(monkeypatch, momentum):
+    """A weight that fills the GPU would train one epoch and then run out of memory."""
+    from grassy.optim import clipping
+    from grassy.train.diagnostics import after_an_update
+
+    head = grassy.create_head("grassmann", 64, 256, k=4)
+    optimizer = grassy.make_optimizer(head, "sgd", lr=0.1, head_momentum=momentum)
+    grassy.classification_loss(head, torch.randn(8, 64), torch.arange(8)).backward()
+    optimizer.step()
+    whole = after_an_update(head, optimizer)
+    monkeypatch.setattr(clipping, "_BLOCK_BYTES", head.weight.nbytes // 16)
+    Elements.largest = 0
+    with Elements():
+        in_blocks = after_an_update(head, optimizer)
+    assert Elements.largest <= head.weight.numel() // 8
+    assert in_blocks == pytest.approx(whole, rel=1e-5, abs=1e-7)
+    assert whole["gradient/subspaces"] > 0 < whole["subspaces/rotation"]
 
 
 @pytest.mark.parametrize("head", ["linear", "cosine", "arcface", "multi", "softtriple", "subcenter-arcface"])

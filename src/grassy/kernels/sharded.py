@@ -276,8 +276,8 @@ class _InChunks(torch.autograd.Function):
             for result, dpart in zip(results, dparts, strict=True):
                 result[start:stop] = dpart
         # Without it, a process that stores its logits would not take part either.
-        dx = scattered_gradient(pulled, x.dtype, ctx.shard.group) if ctx.needs_input_grad[0] else None
-        return dx, *(None,) * 7, *results
+        drows = scattered_gradient(pulled, x.dtype, ctx.shard.group) if ctx.needs_input_grad[0] else None
+        return drows, *(None,) * 7, *results
 
 
 def _autocast_as_now(x: Tensor) -> Callable[[], AbstractContextManager[Any]]:

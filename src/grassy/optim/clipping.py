@@ -1,5 +1,6 @@
 """Gradient clipping with the Riemannian norm on subspaces."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def _norms_of_all(params: list[nn.Parameter], subspaces: set[int], groups: tuple
     It returns a vector of norms and not a sum of squares, which may overflow.
     """
     pairs = [(p, *_here(p)) for p in params]
-    norms = [_riemannian_norm(w, grad) for p, w, grad in pairs if id(p) in subspaces]
+    norms = [riemannian_norm(w, grad) for p, w, grad in pairs if id(p) in subspaces]
     if rest := [grad for p, _, grad in pairs if id(p) not in subspaces]:
         norms.append(torch.nn.utils.get_total_norm(rest))
     norm = _norm(torch.stack([norm.to(norms[0]) for norm in norms])).reshape(1)
@@ -102,17 +103,22 @@ def _norms_of_all(params: list[nn.Parameter], subspaces: set[int], groups: tuple
     return norm
 
 
-def _riemannian_norm(weight: Tensor, grad: Tensor) -> Tensor:
+def blocks_of_classes(weight: Tensor) -> Iterator[slice]:
+    """Yield ranges of classes whose weights take about 16 MiB. A large weight has no room for a copy beside it."""
+    size = max(1, _BLOCK_BYTES * weight.shape[0] // max(1, weight.nbytes))
+    for start in range(0, weight.shape[0], size):
+        yield slice(start, start + size)
+
+
+def riemannian_norm(weight: Tensor, grad: Tensor) -> Tensor:
     """Return ‖D − (D Wᵀ) W‖ over the classes with a finite gradient. A difference of squares would cancel.
 
     It scales each class by its largest element first, so that the square of a finite gradient cannot overflow.
     """
     if not weight.numel():  # a process without classes
         return weight.new_zeros(())
-    size = max(1, _BLOCK_BYTES * weight.shape[0] // weight.nbytes)
     norms = []
-    for start in range(0, weight.shape[0], size):
-        block = slice(start, start + size)
+    for block in blocks_of_classes(weight):
         d = grad[block].to(weight.dtype)
         largest = d.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(d.dtype).tiny)
         lengths = largest.flatten() * torch.linalg.matrix_norm(geometry.project(weight[block], d / largest))

@@ -225,8 +225,8 @@ class JointOptimizer(Optimizer):
     def _refuse_replaced_parameters(self) -> None:
         if any(was_replaced(p) for part, _ in self._parts() for group in part.param_groups for p in group["params"]):
             raise RuntimeError(
-                "the optimizer was created before shard_head or wrap, so it holds weights that the model no longer has: "
-                "call grassy.make_optimizer after grassy.distributed.shard_head and wrap"
+                "the optimizer was created before shard_head or wrap, so it holds weights that the model no longer "
+                "has: call grassy.make_optimizer after grassy.distributed.shard_head and wrap"
             )
 
     def train(self) -> None:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from grassy import geometry
+from grassy.geometry import orthonormality_error, project
 from grassy.heads import heads_of
 from grassy.kernels.reference import MAX_DOUBLINGS
 from grassy.loss import classification_loss
 from grassy.optim import make_optimizer
+from grassy.optim.clipping import blocks_of_classes, riemannian_norm
 from grassy.optim.joint import JointOptimizer
 from grassy.optim.riemannian_sgd import rate
 from grassy.precision import exact_products
@@ -29,14 +30,17 @@ def after_an_update(model: nn.Module, optimizer: JointOptimizer) -> dict[str, fl
     subspaces = {name: weight for name, weight in named_subspaces(model) if weight.requires_grad}
     scalars = {}
     if subspaces:
-        weights = [w for w in (local(weight.detach()) for weight in subspaces.values()) if len(w)]
-        errors = [float(geometry.orthonormality_error(weight)) for weight in weights]
-        scalars["subspaces/orthonormality_error"] = max(errors, default=0.0)
+        weights = [local(weight.detach()) for weight in subspaces.values()]
+        parts = (weight[block] for weight in weights for block in blocks_of_classes(weight))
+        scalars["subspaces/orthonormality_error"] = max(
+            (float(orthonormality_error(part)) for part in parts), default=0.0
+        )
         scalars["subspaces/rotation"] = largest_turn(optimizer)
         scalars["subspaces/skipped_classes"] = float(optimizer.skipped_classes)
         scalars["subspaces/capped_classes"] = float(optimizer.capped_classes)
         pairs = [(local(w.detach()), local(w.grad)) for w in subspaces.values() if w.grad is not None]
-        scalars["gradient/subspaces"] = _norm([geometry.project(w, grad) for w, grad in pairs])
+        norms = [float(riemannian_norm(w, grad)) for w, grad in pairs]
+        scalars["gradient/subspaces"] = math.hypot(*norms)
     others = [local(p.grad) for name, p in model.named_parameters() if name not in subspaces and p.grad is not None]
     scalars["gradient/others"] = _norm(others)
     return scalars
@@ -62,18 +66,26 @@ def largest_turn(optimizer: JointOptimizer) -> float:
     turns = [0.0]
     for group in optimizer.riemannian.param_groups if optimizer.riemannian else ():
         for p in group["params"]:
-            tangent = optimizer.state.get(p, {}).get("momentum_buffer")
-            tangent = None if tangent is None else local(tangent)
-            if tangent is None and p.grad is not None:
-                tangent = geometry.project(local(p), local(p.grad))
-            if tangent is not None and len(tangent):
-                tangent = tangent.to(p.dtype)
-                with exact_products(tangent):
-                    energies = tangent @ tangent.mT
-                finite = energies.isfinite().all(-1).all(-1)[..., None, None]  # other classes do not move
-                speed = torch.linalg.eigvalsh(energies.where(finite, 0))[..., -1].amax().clamp_min(0).sqrt()
-                turns.append(min(float(rate(group) * speed), group["max_angle"] or math.inf, 2.0**MAX_DOUBLINGS))
-    return float(torch.tensor(max(turns)).rad2deg())
+            weight, momentum = local(p), optimizer.state.get(p, {}).get("momentum_buffer")
+            if momentum is None and p.grad is None:
+                continue
+            largest = min(group["max_angle"] or math.inf, 2.0**MAX_DOUBLINGS)
+            for block in blocks_of_classes(weight):
+                tangent = (
+                    project(weight[block], local(p.grad)[block])
+                    if momentum is None
+                    else local(momentum)[block].to(p.dtype)
+                )
+                turns.append(min(float(rate(group) * _largest_speed(tangent)), largest))
+    return math.degrees(max(turns))
+
+
+def _largest_speed(tangent: Tensor) -> Tensor:
+    """The largest singular value of the tangents (C, K, N) that are finite. Other classes do not move."""
+    with exact_products(tangent):
+        energies = tangent @ tangent.mT
+    finite = energies.isfinite().all(-1).all(-1)[..., None, None]
+    return torch.linalg.eigvalsh(energies.where(finite, 0))[..., -1].amax().clamp_min(0).sqrt()
 
 
 def head_seconds(model: nn.Module, batch: int, amp_dtype: torch.dtype | None, rounds: int = 10) -> float:
