@@ -419,16 +419,15 @@ def _absent_pairs(present: Tensor, other_present: Tensor) -> Tensor:
     return (both & (rank.unsqueeze(-1) == other_rank.unsqueeze(-2))).float()
 
 
-def gram(rows: Tensor, piece: int = 256) -> Tensor:
-    """Return the Gram matrices W Wᵀ, (..., K, K), summed over blocks of columns.
+def gram(rows: Tensor) -> Tensor:
+    """Return the Gram matrices W Wᵀ, (..., K, K), summed over blocks of 256 columns.
 
     A single float32 sum over thousands of terms has an error of 1e-6, which is the whole tolerance of orthonormality.
 
     Args:
         rows: Tensor (..., K, N).
-        piece: Number of columns per block.
     """
-    first, *rest = rows.split(piece, dim=-1)
+    first, *rest = rows.split(256, dim=-1)
     total = first @ first.mT
     for columns in rest:
         total = total + columns @ columns.mT

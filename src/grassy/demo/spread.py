@@ -9,6 +9,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+PICTURE = 24  # pixels of its width and of its height
+
 
 class Spread(NamedTuple):
     """The images of one class, placed by their features."""
@@ -40,10 +42,10 @@ def spread_of(features: Tensor, images: Tensor, labels: Tensor, names: list[str]
     return found
 
 
-def ink(image: Tensor, size: int = 24) -> str:
+def ink(image: Tensor) -> str:
     """A digit (1, H, W) between 0 and 1 as a data URI: black, and transparent where there is no ink."""
     alpha = Image.fromarray((255 * image.squeeze(0)).round().to(torch.uint8).numpy())
-    alpha = alpha.resize((size, size), Image.Resampling.BICUBIC)
+    alpha = alpha.resize((PICTURE, PICTURE), Image.Resampling.BICUBIC)
     black = Image.new("L", alpha.size)
     file = io.BytesIO()
     Image.merge("LA", (black, alpha)).save(file, "PNG", optimize=True)

@@ -22,6 +22,7 @@ from grassy.report.packing import unpack_angles
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "0.75"
 ORDERS = ("index", "name", "cluster")
 SMALLEST_PRINT = 5  # points; names that would be smaller are left out
+LONGEST_NAME = 16  # letters; of longer names the middle is left out
 
 #: The measures drawn against k: key and title.
 MEASURES = (
@@ -133,12 +134,13 @@ def _heatmap(
     axes.spines[:].set_visible(False)
 
 
-def shorten(name: str, most: int = 16) -> str:
+def shorten(name: str) -> str:
     """Shorten a long name in its middle: class names differ at their ends as often as at their beginnings."""
     name = " ".join(name.split())  # a label is one line
-    if len(name) <= most:
+    if len(name) <= LONGEST_NAME:
         return name
-    return f"{name[: most // 2].rstrip()}…{name[-(most - 1 - most // 2) :].lstrip()}"
+    half = LONGEST_NAME // 2
+    return f"{name[:half].rstrip()}…{name[1 - half :].lstrip()}"
 
 
 def _order(analysis: Mapping[str, Any], order: str | Sequence[int]) -> list[int]:
