@@ -1,4 +1,4 @@
-"""Whole files and folders: written under a temporary name, flushed to disk and renamed; recognised by their digest."""
+"""Whole files and folders, written under a temporary name and renamed; their locks, leftovers and SHA-256 digests."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""Full-precision matmuls: geometry tolerates neither autocast nor TF32."""
+"""Full-float32 matmuls, as geometry tolerates neither autocast nor TF32; and the autocast dtype of a recipe."""
 
 import threading
 from collections.abc import Callable, Iterator

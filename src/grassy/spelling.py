@@ -1,4 +1,4 @@
-"""Suggestions for misspelt names, and a natural sort order."""
+"""Names that people write: suggestions for misspelt ones, and the order in which people sort them."""
 
 import difflib
 import re

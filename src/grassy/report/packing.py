@@ -1,5 +1,6 @@
-"""Pack the angles of all pairs of classes into one string: 16 bits each, compressed, base64.
+"""Short numbers for JSON: the angles of all pairs of classes as one string, and other numbers rounded.
 
+An angle takes 16 bits. The angles are compressed and written in base64.
 1,000 classes with 8 angles per pair have 4 million angles, which would take 30 MB as decimals in JSON.
 """
 
