@@ -11,6 +11,7 @@ from benchmarks.browser import browser
 
 import grassy
 from grassy.demo import experiment as demo
+from grassy.demo import summary
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -46,7 +47,7 @@ def test_the_numbers_file_is_strict_json_and_holds_the_result(quick):
 def test_the_table_shows_the_means_of_the_saved_runs_on_80_columns(quick):
     _, lines, folder = quick
     runs = json.loads((folder / "demo.json").read_text())["runs"]
-    for key, title, digits in demo.MEASURES:
+    for key, title, digits in summary.MEASURES:
         row = next(line for line in lines if line.startswith(f"{title} "))
         assert len(row) <= 80
         shown = row.removeprefix(title).split()
@@ -97,12 +98,12 @@ def test_the_numbers_file_names_the_platform_and_no_folder(quick):
 def test_a_seed_gives_the_same_numbers_again(quick):
     result, _, _ = quick
     split = demo.split_digits(1)
-    name, options = demo.HEADS[demo.OURS]
+    name, options = demo.HEADS[summary.OURS]
     torch.manual_seed(1)
     model = demo.build(name, options, demo.QUICK)
     torch.manual_seed(1)
     demo.train(model, split.train, demo.QUICK, lambda loss: None)
-    (before,) = [run for run in result["runs"] if run["head"] == demo.OURS and run["seed"] == 1]
+    (before,) = [run for run in result["runs"] if run["head"] == summary.OURS and run["seed"] == 1]
     again = demo.measure(model, split, seed=1)
     # The demo runs on one thread, this test on as many as there are: sums may differ in their last digits.
     assert again["angle"] == pytest.approx(before["angle"], rel=1e-2)
@@ -125,20 +126,20 @@ def test_after_ten_seeds_every_digit_was_held_out_three_times():
 
 def runs_with(ours, softmax):
     """Runs of three seeds whose measures are these values, those of the other heads being 50."""
-    values = {demo.OURS: ours, demo.SOFTMAX: softmax}
+    values = {summary.OURS: ours, summary.SOFTMAX: softmax}
     return [
-        {"head": head, "seed": seed, **{key: values.get(head, [50.0] * 3)[seed] for key, _, _ in demo.MEASURES}}
+        {"head": head, "seed": seed, **{key: values.get(head, [50.0] * 3)[seed] for key, _, _ in summary.MEASURES}}
         for head in (*demo.HEADS, "pixels")
         for seed in range(3)
     ]
 
 
 def test_the_sentences_say_so_when_subspaces_do_not_win():
-    *_, better = demo.sentences(runs_with([70.0, 71, 72], [60.0, 61.5, 62]))
+    *_, better = summary.sentences(runs_with([70.0, 71, 72], [60.0, 61.5, 62]))
     assert "clear gain" not in better
-    *_, alike = demo.sentences(runs_with([70.0, 71, 72], [60.0, 75, 80]))
+    *_, alike = summary.sentences(runs_with([70.0, 71, 72], [60.0, 75, 80]))
     assert "a clear gain in accuracy on trained digits" in alike
-    spread, kept, worse = demo.sentences(runs_with([60.0, 61.5, 62], [70.0, 71, 72]))
+    spread, kept, worse = summary.sentences(runs_with([60.0, 61.5, 62], [70.0, 71, 72]))
     assert "a clear gain in accuracy on unseen digits" in worse
     assert "(-9.8, 95 % CI " in spread
     assert "(-9.8, 95 % CI " in kept
@@ -147,14 +148,15 @@ def test_the_sentences_say_so_when_subspaces_do_not_win():
 def test_the_results_page_shows_the_figures_of_the_file_beside_it():
     result = json.loads((DOCS / "images" / "demo.json").read_text())
     page = (DOCS / "results.md").read_text()
-    for row in demo.rows(result, (demo.SOFTMAX, demo.STANDARDIZED)):
+    for row in summary.rows(result, (summary.SOFTMAX, summary.STANDARDIZED)):
         assert f"| {' | '.join(row)} |" in page
-    assert result["sentences"] == demo.sentences(result["runs"])
+    assert result["sentences"] == summary.sentences(result["runs"])
     assert result["settings"] == dataclasses.asdict(demo.FULL)
 
 
 def test_one_seed_has_differences_and_no_interval():
     runs = [run for run in runs_with([70.0] * 3, [60.0] * 3) if run["seed"] == 0]
-    assert demo.summarize(runs)["angle"][f"{demo.OURS} - {demo.SOFTMAX}"] == {"mean": 10, "low": None, "high": None}
-    assert "(+10.0; +20.0 over standardised softmax)" in demo.sentences(runs)[0]
-    assert demo.caption({"settings": {"seeds": 1}}, demo.STANDARDIZED).startswith("Means over 1 seed, ")
+    angle = summary.summarize(runs)["angle"]
+    assert angle[f"{summary.OURS} - {summary.SOFTMAX}"] == {"mean": 10, "low": None, "high": None}
+    assert "(+10.0; +20.0 over standardised softmax)" in summary.sentences(runs)[0]
+    assert summary.caption({"settings": {"seeds": 1}}, summary.STANDARDIZED).startswith("Means over 1 seed, ")

@@ -6,7 +6,6 @@ The other three digits show what the features are worth for classes that were ne
 import functools
 import json
 import platform
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
@@ -26,35 +24,35 @@ from grassy._version import __version__
 from grassy.analysis import variability
 from grassy.atomic import write_text_atomically
 from grassy.data.worker_processes import one_thread
-from grassy.demo.measures import Difference, Labelled, difference, few_shot, kept, strongest_direction, style
+from grassy.demo.measures import Labelled, few_shot, kept, strongest_direction, style
 from grassy.demo.page import page_run, write_demo_page
 from grassy.demo.spread import Spread, spread_of
+from grassy.demo.summary import (
+    MEASURES,
+    OURS,
+    PIXELS,
+    SMALL,
+    SOFTMAX,
+    STANDARDIZED,
+    caption,
+    full_table,
+    sentences,
+    summarize,
+    table,
+)
 from grassy.heads import GrassmannHead, Head, create_head
 from grassy.loss import classification_loss
 from grassy.optim import make_optimizer
 from grassy.terminal import bar
 
-#: What is measured: the key in demo.json, what it is called, and how many decimals are worth showing.
-MEASURES = (
-    ("accuracy", "accuracy, trained", 1),
-    ("angle", "angle in a class (°)", 1),
-    ("strongest", "in one direction (%)", 1),
-    ("inside", "in its subspace (%)", 1),
-    ("one_shot", "unseen, 1 example", 1),
-    ("five_shot", "unseen, 5 examples", 1),
-    ("slant", "slant (R²)", 2),
-    ("width", "width (R²)", 2),
-    ("ink", "ink (R²)", 2),
-)
 #: The setting that docs/results.md recommends, for any number of classes and any width of the features.
 SUBSPACES = {"standardize": True, "normalize": False, "gamma": "auto"}
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
-    "softmax": ("linear", {}),
-    "softmax, standardised": ("linear", {"standardize": True}),
-    "subspaces, k = 2": ("grassmann", {"k": 2, **SUBSPACES}),
-    "subspaces, k = 8": ("grassmann", {"k": 8, **SUBSPACES}),
+    SOFTMAX: ("linear", {}),
+    STANDARDIZED: ("linear", {"standardize": True}),
+    SMALL: ("grassmann", {"k": 2, **SUBSPACES}),
+    OURS: ("grassmann", {"k": 8, **SUBSPACES}),
 }
-SOFTMAX, STANDARDIZED, _, OURS = HEADS
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ def run(output: Path, settings: Settings = FULL) -> dict[str, Any]:
         for seed in range(settings.seeds):
             split = split_digits(seed)
             names = [str(digit) for digit in range(10) if digit not in split.held_out]
-            runs.append({"head": "pixels", "seed": seed, "held_out": split.held_out, **measure(None, split, seed)})
+            runs.append({"head": PIXELS, "seed": seed, "held_out": split.held_out, **measure(None, split, seed)})
             for label, (name, options) in HEADS.items():
                 what = f"seed {seed + 1} of {settings.seeds}, {label}"
                 torch.manual_seed(seed)  # the same backbone for every head
@@ -128,11 +126,8 @@ def run(output: Path, settings: Settings = FULL) -> dict[str, Any]:
     }
     numbers, page = output / "demo.json", output / "report.html"
     write_text_atomically(numbers, json.dumps(result, indent=1, allow_nan=False))
-    titles = ["", *HEADS, "pixels", *(f"k = 8 minus {head} (95 % CI)" for head in (SOFTMAX, STANDARDIZED))]
-    all_rows = [titles, *rows(result, (SOFTMAX, STANDARDIZED))]
-    write_demo_page(
-        pages, spreads[SOFTMAX], spreads[OURS], all_rows, [*result["sentences"], caption(result, STANDARDIZED)], page
-    )
+    said = [*result["sentences"], caption(result, STANDARDIZED)]
+    write_demo_page(pages, spreads[SOFTMAX], spreads[OURS], full_table(result), said, page)
     console.print("", table(result), sep="\n")
     console.print(f"\n{caption(result, '+ std')}", style="dim")
     console.print(f"\nOpen {page} in a browser. The numbers of all seeds are in {numbers}.\n", soft_wrap=True)
@@ -222,102 +217,6 @@ def measure(model: nn.Sequential | None, split: Split, seed: int) -> dict[str, f
             own = torch.einsum("bkn,bn->bk", head.weight[split.test[1]], test)
             found["inside"] = 100 * float(own.square().sum(-1).mean())
     return found
-
-
-def _values_of(runs: list[dict[str, Any]], head: str, key: str) -> list[float]:
-    """One value per seed; none where the head has no such measure."""
-    return [run[key] for run in runs if run["head"] == head and key in run]
-
-
-def compare(runs: list[dict[str, Any]], key: str, against: str) -> Difference:
-    """The large subspaces minus another head."""
-    return difference(_values_of(runs, OURS, key), _values_of(runs, against, key))
-
-
-def summarize(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """For each measure the mean of each head over seeds, and the differences of the large subspaces from softmax."""
-    return {
-        key: {
-            **{head: statistics.fmean(found) for head in (*HEADS, "pixels") if (found := _values_of(runs, head, key))},
-            **{
-                f"{OURS} - {head}": compare(runs, key, head)._asdict()
-                for head in (SOFTMAX, STANDARDIZED)
-                if _values_of(runs, head, key)
-            },
-        }
-        for key, _, _ in MEASURES
-    }
-
-
-def sentences(runs: list[dict[str, Any]]) -> list[str]:
-    """Three sentences on what was seen and what was not, whatever the numbers are."""
-
-    def mean(head: str, key: str) -> float:
-        return statistics.fmean(_values_of(runs, head, key))
-
-    def lead(key: str, decimals: int) -> str:
-        found = compare(runs, key, SOFTMAX)
-        interval = "" if found.low is None else f", 95 % CI {found.low:+.{decimals}f} to {found.high:+.{decimals}f}"
-        standardised = compare(runs, key, STANDARDIZED).mean
-        return f"({found.mean:+.{decimals}f}{interval}; {standardised:+.{decimals}f} over standardised softmax)"
-
-    not_seen = [
-        f"a clear gain in {what} {lead(key, 1)}"
-        for key, what in (("accuracy", "accuracy on trained digits"), ("one_shot", "accuracy on unseen digits"))
-        if not (compare(runs, key, SOFTMAX).is_clear and compare(runs, key, SOFTMAX).mean > 0)
-    ]
-    if mean("pixels", "one_shot") > max(mean(head, "one_shot") for head in HEADS):
-        not_seen.append(f"features better than plain pixels on unseen digits ({mean('pixels', 'one_shot'):.1f} %)")
-    not_seen.append(
-        f"features that lie entirely in their subspaces ({mean(OURS, 'inside'):.0f} % of their energy does)"
-    )
-    pairs = [", or ".join(not_seen[first : first + 2]) for first in range(0, len(not_seen), 2)]
-    return [
-        f"Spread: two features of a digit are {mean(OURS, 'angle'):.1f}° apart with subspaces (k = 8) and "
-        f"{mean(SOFTMAX, 'angle'):.1f}° with softmax {lead('angle', 1)}.",
-        f"Kept: one example of each unseen digit gives {mean(OURS, 'one_shot'):.1f} % with subspaces and "
-        f"{mean(SOFTMAX, 'one_shot'):.1f} % with softmax {lead('one_shot', 1)}; neighbours predict the slant with R² "
-        f"{mean(OURS, 'slant'):.2f} and {mean(SOFTMAX, 'slant'):.2f}.",
-        f"Not seen: {'. Nor did we see '.join(pairs)}.",
-    ]
-
-
-# --- what is shown ----------------------------------------------------------------------------------------------
-
-
-def rows(result: dict[str, Any], against: tuple[str, ...]) -> list[list[str]]:
-    """One row of text per measure: the mean of each head, and the differences of the large subspaces from others."""
-    shown = []
-    for key, title, decimals in MEASURES:
-        found = result["summary"][key]
-        means = [f"{found[head]:.{decimals}f}" if head in found else "–" for head in (*HEADS, "pixels")]
-        pairs = [found.get(f"{OURS} - {head}") for head in against]
-        each = ["–" if pair is None else Difference(**pair).shown(decimals) for pair in pairs]
-        shown.append([title, *means, *each])
-    return shown
-
-
-def table(result: dict[str, Any]) -> Table:
-    """For a terminal of 80 columns."""
-    shown = Table("", "softmax", "+ std", "k=2", "k=8", "pixels", "k=8 - softmax", box=None, padding=(0, 1, 0, 0))
-    for column in shown.columns[1:]:
-        column.justify = "right"
-    for row in rows(result, (SOFTMAX,)):
-        shown.add_row(*row)
-    return shown
-
-
-def caption(result: dict[str, Any], standardised: str) -> str:
-    """How to read the table, which calls softmax on standardised features so."""
-    seeds = result["settings"]["seeds"]
-    return (
-        f"Means over {seeds} {'seed' if seeds == 1 else 'seeds'}, and paired differences with 95 % confidence "
-        f"intervals. Other digits are held out with each seed. '{standardised}' is softmax on standardised features, "
-        "which the subspaces (k = 2, k = 8) also have. The first four rows are of test images of trained digits: the "
-        "angle between two features of a class, and the share of their energy along their best direction and in the "
-        "subspace of the class. An unseen digit takes the class of the nearest of 1 or 5 examples (%). "
-        "R² is that of a property of a test image, predicted from its five nearest training images of the same class."
-    )
 
 
 # --- progress and files -----------------------------------------------------------------------------------------
