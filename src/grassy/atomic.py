@@ -102,6 +102,12 @@ def remove_torn_files(folder: Path, older_than: float = 0.0) -> None:
                 file.unlink()
 
 
+def sync_file(path: Path) -> None:
+    """Flush to disk a file that another library wrote."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
 def sync_folder(folder: Path) -> None:
     """Flush a folder to disk, so that a rename in it survives a power failure."""
     if os.name == "posix":

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+import grassy
 from grassy.distributed.saves import MANIFEST, newest
-from grassy.distributed.state import load_state
+from grassy.distributed.state import load_state, save_state
 from ranks import on_ranks
-from sharded_state import CLASSES, K, Model, N, assert_same, build, put, saved_on_four, shards, train, whole
+
+from .sharded_state import CLASSES, K, Model, N, assert_same, build, put, saved_on_four, shards, train, whole
 
 pytestmark = pytest.mark.distributed
 
@@ -89,6 +91,26 @@ DAMAGE = {
         ),
         "rows of",
     ),
+    "no word of the optimizer": (
+        lambda save: resealed(save, lambda content: content.pop("optimizer")),
+        "state.json is damaged",
+    ),
+    "an optimizer without options": (
+        lambda save: resealed(save, lambda content: content["optimizer"]["groups"][0].pop("options")),
+        "state.json is damaged",
+    ),
+    "an optimizer whose state is a list": (
+        lambda save: resealed(save, lambda content: content["optimizer"].update(state=[1])),
+        "state.json is damaged",
+    ),
+    "a state that is a number": (
+        lambda save: resealed(save, lambda content: content["optimizer"]["state"].update(weight=3)),
+        "state.json is damaged",
+    ),
+    "a learning rate that is a word": (
+        lambda save: resealed(save, lambda content: content["optimizer"]["groups"][0]["options"].update(lr="fast")),
+        "has lr='fast' where this optimizer has",
+    ),
     "a shape that the shards do not fill": (
         lambda save: resealed(save, lambda content: content["tensors"].update({"model.weight": ["F32", 10**9, K, N]})),
         "which has 1000000000",
@@ -125,6 +147,16 @@ def test_what_is_wrong_with_one_shard_all_ranks_say(tmp_path, good):
     first, second = on_ranks(2, tmp_path, work)
     assert first == second
     assert "is damaged: it has 40 bytes" in first
+
+
+def test_a_group_of_parameters_never_changes_its_manifold(tmp_path):
+    head = grassy.create_head("grassmann", 8, 4, k=2)
+    optimizer = grassy.make_optimizer(head, "sgd", lr=0.1)
+    save = save_state(tmp_path, head, optimizer)
+    resealed(save, lambda content: content["optimizer"]["groups"][0]["options"].update(manifold="euclidean", lr=0.5))
+    with pytest.raises(ValueError, match="has manifold='euclidean' where this optimizer has 'grassmann'"):
+        load_state(tmp_path, head, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_another_model_or_optimizer_is_refused(tmp_path, good):

@@ -5,12 +5,15 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import grassy
 from grassy.distributed import state as state_module
 from grassy.distributed.saves import newest, open_state
 from grassy.distributed.state import load_state, read_saved, save_state
 from ranks import on_ranks
-from sharded_state import Model, assert_same, build, put, saved_on_four, shards, train, whole
+
+from .sharded_state import Model, assert_same, build, put, saved_on_four, shards, train, whole
 
 pytestmark = pytest.mark.distributed
 
@@ -221,3 +224,75 @@ def test_at_least_one_save_is_kept(tmp_path, keep):
     with pytest.raises(ValueError, match="keep must be an integer of at least 1, got "):
         save_state(tmp_path / "state", build(sharded=False)[0], keep=keep)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_on_the_disk_as_a_whole_before_the_save_gets_its_name(tmp_path, monkeypatch):
+    """DCP syncs a file while its end is still in a buffer of the process."""
+    synced = {}
+    fsync = os.fsync
+
+    def noting(descriptor):
+        status = os.fstat(descriptor)
+        synced[status.st_ino] = status.st_size
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    save = save_state(tmp_path, *build(sharded=False))
+    for file in save.iterdir():
+        assert synced[file.stat().st_ino] == file.stat().st_size
+
+
+class Holder(nn.Module):
+    """A model that is no wrapper, but calls a part of it `module`."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(2, 3)
+        self.weight = nn.Parameter(torch.randn(4))
+
+
+def test_a_part_may_have_the_name_that_wrappers_give_to_theirs(tmp_path):
+    before, after = Holder(), Holder()
+    save_state(tmp_path, before)
+    load_state(tmp_path, after)
+    assert torch.equal(before.weight, after.weight)
+    assert torch.equal(before.module.weight, after.module.weight)
+
+
+def test_wrappers_do_not_change_the_names_in_a_save(tmp_path):
+    def work(_):
+        model = nn.Linear(2, 3)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        save_state(tmp_path / "state", wrapped, average=grassy.AveragedModel(wrapped))
+        return whole_of(model)
+
+    (saved, _) = on_ranks(2, tmp_path, work)
+    plain, average = nn.Linear(2, 3), grassy.AveragedModel(nn.Linear(2, 3))
+    load_state(tmp_path / "state", torch.compile(plain), average=average)
+    assert_same(whole_of(plain), saved)
+    assert_same(whole_of(average.module), saved)
+
+
+def whole_of(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path):
+    model = nn.Module()
+    model.part = nn.Module()
+    model.part._orig_mod = nn.Linear(2, 2)
+    model.part.weight = nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match=r"has two tensors part\.weight"):
+        save_state(tmp_path, model)
+
+
+def test_saves_need_no_process_groups_of_their_own(tmp_path):
+    def work(rank):
+        count = len(dist.distributed_c10d._world.pg_map)
+        model, optimizer = build(sharded=False)
+        for _ in range(2):
+            own = {str(number): torch.tensor([rank]) for number in range(3)}
+            save_state(tmp_path / "state", model, optimizer, own=own)
+        return len(dist.distributed_c10d._world.pg_map) - count
+
+    assert on_ranks(2, tmp_path, work) == [0, 0]

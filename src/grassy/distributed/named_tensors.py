@@ -6,11 +6,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
-from grassy.distributed.saves import MANIFEST, NAMES, Saved
+from grassy.distributed.saves import NAMES, Saved
+from grassy.optim.joint import MANIFOLD
 from grassy.shards import groups_of
 
+#: The name by which torch.compile keeps the module that it compiled.
+COMPILED = "_orig_mod"
 #: Optimizer state that is a sum over classes. For a sharded weight, each rank has the sum over its own classes.
 SUMMED = ("counts",)
 
@@ -21,20 +26,37 @@ def kind_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _plain_name(name: str) -> str:
-    """Return the name of a parameter without the prefixes of DDP, an averaged model and torch.compile."""
-    name = ".".join(part for part in name.split(".") if part != "_orig_mod")
-    return name.removeprefix("module.")
+def _prefix_of_wrappers(model: nn.Module) -> str:
+    """Return what DDP, averaged models and torch.compile around a model put before the names of its parameters."""
+    prefix = ""
+    while True:
+        if isinstance(model, DistributedDataParallel | AveragedModel):
+            name = "module"
+        elif COMPILED in model._modules:
+            name = COMPILED
+        else:
+            return prefix
+        model, prefix = getattr(model, name), f"{prefix}{name}."
 
 
-def model_tensors(prefix: str, model: nn.Module | None) -> dict[str, Tensor]:
+def _plain_name(name: str, prefix: str) -> str:
+    """Return the name of a parameter without the prefix of wrappers, and without those of compiled submodules."""
+    return ".".join(part for part in name.removeprefix(prefix).split(".") if part != COMPILED)
+
+
+def model_tensors(kind: str, model: nn.Module | None) -> dict[str, Tensor]:
     """Return the parameters and buffers of a model. Tied ones appear under their first name."""
     tensors: dict[str, Tensor] = {}
+    if model is None:
+        return tensors
     seen: set[int] = set()
-    for name, tensor in {} if model is None else model.state_dict(keep_vars=True).items():
+    prefix = _prefix_of_wrappers(model)
+    for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and id(tensor) not in seen:
             seen.add(id(tensor))
-            tensors[f"{prefix}.{_plain_name(name)}"] = tensor.detach()
+            if (plain := f"{kind}.{_plain_name(name, prefix)}") in tensors:
+                raise ValueError(f"{type(model).__name__} has two tensors {plain.removeprefix(f'{kind}.')}")
+            tensors[plain] = tensor.detach()
     return tensors
 
 
@@ -56,7 +78,8 @@ def check_names(saved: Saved, prefix: str, names: set[str]) -> None:
 
 def _named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[tuple[str, Tensor]]]:
     """Return the parameters of each group with their names."""
-    names = {id(p): _plain_name(name) for name, p in model.named_parameters()}
+    prefix = _prefix_of_wrappers(model)
+    names = {id(p): _plain_name(name, prefix) for name, p in model.named_parameters()}
     for group in optimizer.param_groups:
         if any(id(p) not in names for p in group["params"]):
             raise ValueError("the optimizer has a parameter that the model does not have: was it made before sharding?")
@@ -99,12 +122,13 @@ def empty_optimizer_state(saved: Saved, model: nn.Module, optimizer: torch.optim
     if saved.optimizer is None:
         raise ValueError(f"{saved.path} holds no optimizer state")
     groups = _named_groups(model, optimizer)
-    try:
-        before = [list(group["params"]) for group in saved.optimizer["groups"]]
-    except (KeyError, TypeError):
-        raise ValueError(f"{saved.path / MANIFEST} is damaged: it lacks the groups of the optimizer") from None
-    if before != [[name for name, _ in params] for params in groups]:
+    described = saved.optimizer["groups"]
+    if [group["params"] for group in described] != [[name for name, _ in params] for params in groups]:
         raise ValueError(f"{saved.path} holds the state of an optimizer with different parameter groups")
+    for group, old in zip(optimizer.param_groups, described, strict=True):
+        for key, value in old["options"].items():
+            if key in group and not _fits(key, value, group[key]):
+                raise ValueError(f"{saved.path} has {key}={value!r} where this optimizer has {group[key]!r}")
     states, tensors = _by_parameter(saved.tensors), dict[str, Tensor]()
     for group, params in zip(optimizer.param_groups, groups, strict=True):
         on_device = group.get("capturable") or group.get("fused")
@@ -118,6 +142,19 @@ def empty_optimizer_state(saved: Saved, model: nn.Module, optimizer: torch.optim
                 else:
                     tensors[full] = torch.zeros(shape, dtype=dtype, device=p.device)
     return tensors
+
+
+def _fits(key: str, value: Any, now: Any) -> bool:
+    """Whether a saved option may replace that of an optimizer: one of its kind, and never another manifold."""
+    if key == MANIFOLD:
+        return bool(value == now)
+    return value is None or now is None or _kind(value) == _kind(now)
+
+
+def _kind(value: Any) -> type:
+    if isinstance(value, Tensor | int | float) and not isinstance(value, bool):
+        return float
+    return list if isinstance(value, list | tuple) else type(value)
 
 
 def fill_optimizer(
@@ -150,5 +187,7 @@ def rows_of_ranks(tensor: Tensor) -> Tensor:
         return row
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh = init_device_mesh(tensor.device.type, (dist.get_world_size(),))
+    # Of the existing group: a new mesh would make a new group for each tensor of each save.
+    assert (group := dist.group.WORLD) is not None
+    mesh = DeviceMesh.from_group(group, tensor.device.type)
     return DTensor.from_local(row, mesh, [Shard(0)], run_check=False)

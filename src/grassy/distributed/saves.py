@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
-from grassy.atomic import file_digest, sync_folder, write_atomically
+from grassy.atomic import file_digest, sync_file, sync_folder, write_atomically
 from grassy.distributed.processes import everywhere, gathered, on_rank_0, own_rank, world_size
 
 MANIFEST = "state.json"
@@ -79,8 +79,13 @@ def _aside(save: Path, ending: str) -> Path:
 
 
 def written_here(part: Path, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], list[Chunk]]:
-    """Return size, digest and content of the files that this rank wrote. DCP counts ranks from 1."""
+    """Return size, digest and content of the files that this rank wrote, once they are on the disk.
+
+    DCP counts ranks from 1. It syncs a file before its buffer is written.
+    """
     mine = sorted(part.glob(f"shard-{own_rank() + 1:05d}-*"))
+    for file in mine:
+        sync_file(file)
     files = {file.name: {"bytes": file.stat().st_size, "sha256": file_digest(file)} for file in mine}
     return files, [chunk for file in mine for chunk in _chunks(file, tensors)]
 
@@ -198,6 +203,12 @@ def _checked_content(content: dict[str, Any]) -> dict[str, Any]:
     for name, (dtype, *shape) in tensors.items():
         if dtype not in DTYPES or not all(isinstance(size, int) and 0 <= size < 2**48 for size in shape):
             raise ValueError(f"{name} has an invalid dtype {dtype!r} or shape {shape}")
+    if (optimizer := content["optimizer"]) is not None:
+        for group in optimizer["groups"]:
+            if not all(isinstance(name, str) for name in group["params"]) or not isinstance(group["options"], dict):
+                raise ValueError("the parameters or the options of an optimizer are missing")
+        if not all(isinstance(each, dict) for each in optimizer["state"].values()):
+            raise ValueError("the state of an optimizer is missing")
     return content
 
 
