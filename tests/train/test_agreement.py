@@ -30,7 +30,7 @@ def run_on_two(recipe, data, output, resume="", before=lambda rank: None):
         before(rank)
         try:
             return train(recipe, data, output, resume, "cpu", quiet=True)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             return str(error)
 
     return on_ranks(2, output.parent, work)
@@ -140,6 +140,19 @@ def test_equal_copies_of_the_data_in_different_folders_are_the_same_data(tmp_pat
     recipe = tiny_recipe(epochs=1, crop="resized")
     ends = run_on_two(recipe, Path("data"), tmp_path / "run", before=lambda rank: os.chdir(tmp_path / str(rank)))
     assert [position.epoch for position in ends] == [1, 1]
+
+
+@pytest.mark.parametrize("method", ["claim", "save"])
+def test_what_only_the_main_process_does_with_the_folder_fails_in_all(tmp_path, monkeypatch, method):
+    """Otherwise the others would report that they have lost a process."""
+
+    def refuse(*_):
+        raise OSError(f"no space to {method}")
+
+    monkeypatch.setattr(RunFolder, method, refuse)
+    data = tiny_arrays(tmp_path / "data")
+    messages = run_on_two(tiny_recipe(epochs=1), data, tmp_path / "run")
+    assert messages == [f"no space to {method}"] * 2
 
 
 @pytest.fixture(scope="module")

@@ -85,12 +85,13 @@ class Checkpoints:
             return
         ranks = processes.gathered([self._own_state()])
         with processes.averaged_buffers(*self.run.trained.copies):
-            if self.run.process.is_main:
-                last = self.run.trained.evaluated.state_dict(), self.description()
-                self.folder.save(self.best, last, self.state_dict(ranks))
-                self.best = None
-        processes.wait_for_all()
+            processes.on_rank_0(lambda: self._write_whole(ranks))  # if it cannot, all say so
         self.saved_at = time.monotonic()
+
+    def _write_whole(self, ranks: list[dict[str, Any]]) -> None:
+        last = self.run.trained.evaluated.state_dict(), self.description()
+        self.folder.save(self.best, last, self.state_dict(ranks))
+        self.best = None
 
     def keep_if_best(self, metrics: Metrics) -> None:
         """Copy the best weights so far to the CPU, to be written with the next checkpoint."""

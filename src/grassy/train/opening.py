@@ -75,8 +75,10 @@ def opened_run(
         steps = CapturedSteps(step, data.train)
     with contextlib.ExitStack() as stack:
         curves = None
-        if process.is_main and position.epoch < recipe.epochs:
-            curves = stack.enter_context(_recorded(run, folder, data_dir, resumed_from))
+        if position.epoch < recipe.epochs:
+            processes.on_rank_0(folder.claim)  # if it cannot, all say so
+            stack.callback(folder.release)
+            curves = stack.enter_context(_recorded(run, folder, data_dir, resumed_from)) if process.is_main else None
         quiet = quiet or not process.is_main
         progress = Progress(recipe.epochs, position.updates_per_epoch, data.batch_size, position.done, quiet)
         progress.accuracy = position.rows[-1]["eval_top1"] if position.rows else None
@@ -108,18 +110,14 @@ def _open_data(recipe: Recipe, data_dir: Path | None, process: Process, resumed_
 def _recorded(
     run: Run, folder: RunFolder, data_dir: Path | None, resumed_from: Path | None
 ) -> Iterator[records.Curves]:
-    """Lock the folder of a run, write what it begins with, and yield its curves."""
-    with contextlib.ExitStack() as stack:
-        folder.claim()
-        stack.callback(folder.release)
-        if resumed_from is not None:
-            folder.adopt_best(resumed_from)
-        split = run.data.held_out is not None
-        records.save_settings(run.output, run.recipe, data_dir, split, run.process.world_size, run.process.device)
-        if run.data.held_out is not None:
-            records.save_split(run.output, run.recipe, run.data.held_out)
-        curves = records.Curves(run.output, run.position.done)
-        stack.callback(curves.close)
+    """Write what a run begins with into its folder, and yield its curves."""
+    if resumed_from is not None:
+        folder.adopt_best(resumed_from)
+    split = run.data.held_out is not None
+    records.save_settings(run.output, run.recipe, data_dir, split, run.process.world_size, run.process.device)
+    if run.data.held_out is not None:
+        records.save_split(run.output, run.recipe, run.data.held_out)
+    with contextlib.closing(records.Curves(run.output, run.position.done)) as curves:
         yield curves
 
 
