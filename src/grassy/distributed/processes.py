@@ -187,11 +187,6 @@ def missing_processes() -> str:
     return _meetings[-1].missing() if _meetings else UNKNOWN
 
 
-def wait_for_all() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def find_device(name: str, local_rank: int = 0) -> torch.device:
     """Return the device of that name. "auto" is a GPU if there is one."""
     if name == "auto":
