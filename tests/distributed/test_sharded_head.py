@@ -8,8 +8,9 @@ from benchmarks.traffic import head_bytes, partial_fc_bytes
 from torch.nn import functional as F
 
 import grassy
-import sharded_facts as facts
-from sharded_cases import CASES, spawn, trained_by_several, trained_in_one_process
+
+from . import sharded_facts as facts
+from .sharded_cases import CASES, spawn, trained_by_several, trained_in_one_process
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)

@@ -5,11 +5,12 @@ import tempfile
 
 import pytest
 import torch
-from cross_entropy_cases import example
 from torch import nn
 from torch.nn import functional as F
 
 import grassy
+
+from ..kernels.cross_entropy_cases import example
 
 
 def criteria():

@@ -18,7 +18,8 @@ from grassy.runs.inert_pickle import read_tensors
 from grassy.runs.paper_row import paper_row
 from grassy.runs.weights import read_description
 from grassy.surgery import replace_head
-from mmpretrain_networks import VGG, Classifier, DeiT3, ResNetV1d, Swin, randomised
+
+from .mmpretrain_networks import VGG, Classifier, DeiT3, ResNetV1d, Swin, randomised
 
 timm = import_timm()
 C = 5

@@ -18,7 +18,8 @@ from grassy.heads import describe, heads_of
 from grassy.inference.export import export
 from grassy.runs.hub import CARD, CONFIG, WEIGHTS
 from grassy.runs.weights import read_description
-from hub_models import HEADS, SMALL, TRANSFORMERS, VIT, C, inputs_of, logits, of_timm, of_transformers, with_adapters
+
+from .hub_models import HEADS, SMALL, TRANSFORMERS, VIT, C, inputs_of, logits, of_timm, of_transformers, with_adapters
 
 # ---------------------------------------------------------------------- there and back
 

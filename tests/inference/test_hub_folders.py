@@ -20,13 +20,9 @@ from grassy.inference.validate import validate
 from grassy.report.analyze import analyze
 from grassy.runs.hub import CARD, CONFIG, WEIGHTS
 from grassy.runs.weights import read_description, read_weights, save_weights
-from hub_models import (
-    RUN,
-    TRANSFORMERS,
-    of_timm,
-    of_transformers,
-)
 from training_cases import tiny_arrays, tiny_folders
+
+from .hub_models import RUN, TRANSFORMERS, of_timm, of_transformers
 
 
 def test_commands_open_a_folder_that_was_published_from_a_run(tmp_path):

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 import grassy
 from grassy.inference.validate import validate
 from grassy.runs.hub import CONFIG, HEAD, WEIGHTS
-from hub_models import TRANSFORMERS, of_timm, of_transformers, with_adapters
+
+from .hub_models import TRANSFORMERS, of_timm, of_transformers, with_adapters
 
 
 def test_loading_checks_that_the_weights_are_on_the_manifold(tmp_path):

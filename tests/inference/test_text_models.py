@@ -7,7 +7,8 @@ from torch import nn
 
 import grassy
 from grassy.heads import heads_of
-from hub_models import SMALL, logits
+
+from .hub_models import SMALL, logits
 
 
 def rows_of_text(number: int) -> tuple[torch.Tensor, torch.Tensor]:

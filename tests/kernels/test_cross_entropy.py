@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 import torch
-from cross_entropy_cases import F64, SHAPES, divide, errors, example, gradients, plain
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -14,6 +13,8 @@ from torch.nn import functional as F
 import grassy
 from grassy import kernels
 from grassy.kernels import cross_entropy
+
+from .cross_entropy_cases import F64, SHAPES, divide, errors, example, gradients, plain
 
 
 @pytest.fixture(params=[0, 2**15], ids=["nothing kept", "two chunks kept"])

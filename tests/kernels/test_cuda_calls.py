@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from test_cuda_step import BF16, case, compare
 
 from grassy import geometry as g
 from grassy import kernels
 from grassy.kernels.cuda import nvrtc
 from grassy.kernels.cuda import step as cuda_step
 from grassy.kernels.cuda import stream as cuda_stream
+
+from .test_cuda_step import BF16, case, compare
 
 pytestmark = pytest.mark.gpu
 

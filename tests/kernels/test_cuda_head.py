@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from cross_entropy_cases import SHAPES, divide, errors, example, gradients, plain
-from sharded_kernels import differences
 from torch import nn
 from torch.nn import functional as F
 
 import grassy
 from grassy import geometry, kernels
+
+from .cross_entropy_cases import SHAPES, divide, errors, example, gradients, plain
+from .sharded_kernels import differences
 
 pytestmark = pytest.mark.gpu
 

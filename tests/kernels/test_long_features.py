@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from triton_cases import interpreted
 
 from grassy import geometry as g
 from grassy import kernels
+
+from .triton_cases import interpreted
 
 
 @pytest.mark.parametrize("length", [1.0, 1e15, 1e18, 2e19, 1e25, 1e37])

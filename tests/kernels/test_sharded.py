@@ -6,10 +6,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_kernels import SHARDS, differences, evaluated, example
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton_cases import interpreted
 
 from grassy import kernels
 from grassy.kernels import sharded
@@ -18,6 +16,9 @@ from grassy.kernels.sharded import sharded_cross_entropy
 from grassy.mixed_labels import MixedLabels
 from grassy.shards import Shard, bounds
 from ranks import on_ranks
+
+from .sharded_kernels import SHARDS, differences, evaluated, example
+from .triton_cases import interpreted
 
 INTERPRETED = """
 import json

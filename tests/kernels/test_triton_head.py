@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from triton_cases import interpreted
 
 from grassy import geometry, kernels
+
+from .triton_cases import interpreted
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -e '.[dev]'")
 

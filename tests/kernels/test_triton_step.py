@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from triton_cases import interpreted
 
 from grassy import kernels
 from grassy.kernels import StepOptions
+
+from .triton_cases import interpreted
 
 triton = pytest.importorskip("triton", reason="triton is not installed: pip install -e '.[dev]'")
 

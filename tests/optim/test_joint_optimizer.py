@@ -12,7 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 import grassy
 from grassy import geometry as g
-from optimizer_cases import BASES, a_model, assert_identical, data, every_base, train, weights
+
+from .optimizer_cases import BASES, a_model, assert_identical, data, every_base, train, weights
 
 
 def test_a_misspelt_option_of_either_part_gets_a_hint():

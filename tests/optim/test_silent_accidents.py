@@ -11,7 +11,8 @@ from torch.optim import lr_scheduler, swa_utils
 import grassy
 from grassy import geometry as g
 from grassy.models import import_timm
-from optimizer_cases import a_model, data, train
+
+from .optimizer_cases import a_model, data, train
 
 OFF = r"orthonormal only to .*make_optimizer and grassy.AveragedModel"
 

@@ -11,7 +11,8 @@ from torch.optim.lr_scheduler import StepLR
 import grassy
 from grassy import geometry as g
 from grassy.optim import clipping
-from optimizer_cases import BASES, a_model, assert_identical, data, every_base, train, weights
+
+from .optimizer_cases import BASES, a_model, assert_identical, data, every_base, train, weights
 
 
 @every_base

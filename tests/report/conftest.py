@@ -13,7 +13,8 @@ from grassy.report.classes import describe
 from grassy.report.page import PageRun, report, write_page
 from grassy.runs.records import save_summary
 from grassy.runs.weights import BEST, Description, save_weights
-from report_page_actions import NAMES
+
+from .report_page_actions import NAMES
 
 #: A transformer of a few thousand weights.
 MODEL = "vit_tiny_patch16_224"

@@ -5,7 +5,8 @@ import torch
 
 from grassy.report.packing import unpack_angles
 from grassy.report.page import write_page
-from report_page_actions import NAMES, analysis_of, click_on_pair, picture, set_value, shown_angles, table
+
+from .report_page_actions import NAMES, analysis_of, click_on_pair, picture, set_value, shown_angles, table
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 

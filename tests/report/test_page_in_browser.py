@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from grassy.report.page import of_paper, report, write_page
-from report_page_actions import HOSTILE, NAMES, analysis_of, click_on_pair, table
+
+from .report_page_actions import HOSTILE, NAMES, analysis_of, click_on_pair, table
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 

@@ -14,8 +14,9 @@ from torch.distributed import TCPStore
 
 from grassy.distributed.saves import read_plain
 from grassy.runs.state import SAVES, read_torch, state_in
-from torchrun import PATIENCE, Torchrun, updates_saved
 from training_cases import tiny_arrays, tiny_recipe
+
+from .torchrun import PATIENCE, Torchrun, updates_saved
 
 pytestmark = [
     pytest.mark.distributed,

@@ -17,8 +17,9 @@ from grassy.distributed.saves import open_state
 from grassy.distributed.state import read_saved
 from grassy.runs.state import SAVES
 from grassy.runs.weights import BEST, BEST_SAVES, LAST, read_weights
-from torchrun import Torchrun, is_saving, updates_saved
 from training_cases import tiny_arrays, tiny_recipe
+
+from .torchrun import Torchrun, is_saving, updates_saved
 
 pytestmark = [
     pytest.mark.distributed,

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import grassy
 from grassy.kernels import sharded_scores
-from sharded_cases import CLASSES, WIDTH, Case, a_model
+
+from .sharded_cases import CLASSES, WIDTH, Case, a_model
 
 F64 = torch.float64
 HEADS = {

@@ -79,7 +79,7 @@ def logits(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return model(**inputs).logits
 
 
-RUN = Path(__file__).parent / "fixtures" / "runs" / "grassmann"
+RUN = Path(__file__).parents[1] / "fixtures" / "runs" / "grassmann"
 
 
 def with_adapters(base: nn.Module) -> nn.Module:
