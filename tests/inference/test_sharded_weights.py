@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from grassy.distributed.state import save_state
 from grassy.inference.load import load, load_sharded
@@ -22,3 +23,25 @@ def test_a_description_may_not_place_its_head_or_invent_options(option, message,
         with pytest.raises(ValueError, match=message) as caught:
             read(tmp_path / "save-1")
         assert str(caught.value).startswith(str(tmp_path / "save-1"))
+
+
+def saved_with(description, folder):
+    model = create_model("test_resnet", 5, {"name": "grassmann", "k": 2}, {})
+    return save_state(folder, model, plain={"description": description_text(description)})
+
+
+def test_a_description_of_more_classes_than_there_are_weights_allocates_nothing(tmp_path):
+    about = Description("test_resnet", 10**7, {"name": "grassmann", "k": 8}, img_size=32)
+    with pytest.raises(ValueError, match="does not hold the weights that it describes: a head of 80000000 rows"):
+        load_sharded(saved_with(about, tmp_path), torch.device("cpu"))
+
+
+@pytest.mark.distributed
+def test_a_description_with_other_logits_than_the_weights_is_refused_in_shards_too(tmp_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        about = Description("test_resnet", 5, {"name": "grassmann", "k": 2, "gamma": 7.0}, img_size=32)
+        with pytest.raises(ValueError, match="belongs to a head with different options: gamma"):
+            load_sharded(saved_with(about, tmp_path), torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()

@@ -131,7 +131,7 @@ def load_state(
     wanted = [("model", model), *([] if average is None else [("average", average)])]
     for prefix, _ in wanted:
         check_names(saved, prefix, {name for name in tensors if kind_of(name) == prefix})
-    _check_options(saved, tensors)
+    check_options_of_heads(saved, tensors)
     if optimizer is not None:
         tensors |= empty_optimizer_state(saved, model, optimizer)
     rows: dict[str, Tensor] = {}
@@ -174,7 +174,7 @@ def read_saved(saved: Saved, prefix: str) -> dict[str, Tensor]:
     return {names[name]: tensor for name, tensor in tensors.items()}
 
 
-def _check_options(saved: Saved, tensors: Mapping[str, Tensor]) -> None:
+def check_options_of_heads(saved: Saved, tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError if the saved options of a head would change its logits."""
     own = {name: tensor for name, tensor in tensors.items() if name.endswith(f".{KEY}")}
     found = {name: torch.empty(saved.tensors[name][1], dtype=saved.tensors[name][0]) for name in own}

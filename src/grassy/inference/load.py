@@ -1,5 +1,6 @@
 """`grassy.load`: rebuild a trained model from its file or folder alone."""
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from grassy.distributed import mesh, shard_head
 from grassy.distributed.saves import open_state
-from grassy.distributed.state import load_tensors
+from grassy.distributed.state import check_options_of_heads, load_tensors
 from grassy.extras import needs
 from grassy.heads import heads_of
 from grassy.heads.per_class import PerClassHead
@@ -91,15 +92,19 @@ def load_sharded(save: Path, device: torch.device) -> nn.Module:
     """
     description = read_description(save)
     check_described_head(description.head, save)
+    saved = open_state(save)
+    kind = evaluated_kind(saved)
+    shapes = (shape for name, (_, shape) in saved.tensors.items() if name.startswith(f"{kind}."))
+    _check_size(sum(math.prod(shape) for shape in shapes), description, save)
     options = without_pretrained(description.model_kwargs)
     model = create_model(description.model, description.num_classes, description.head, options, head_on_meta=True)
     if not all(isinstance(head, PerClassHead) for head in heads_of(model)):
         return load(save, device)
     shard_head(model, mesh(device.type))
     model = model.to(device)
-    saved = open_state(save)
-    kind = evaluated_kind(saved)
-    load_tensors(saved, {f"{kind}.{name}": tensor for name, tensor in model.state_dict().items()})
+    tensors = {f"{kind}.{name}": tensor for name, tensor in model.state_dict().items()}
+    check_options_of_heads(saved, tensors)
+    load_tensors(saved, tensors)
     return model.eval()
 
 
@@ -114,14 +119,16 @@ def _options_with_weights(weights: Mapping[str, Tensor], file: Path) -> dict[str
 
 
 def _check_weights(weights: Mapping[str, Tensor], description: Description, file: Path) -> None:
-    """Raise a ValueError for an unknown dtype, or if the file is too small for the head that it describes.
-
-    The second check keeps a hostile description from allocating a huge head.
-    """
+    """Raise a ValueError for an unknown dtype, or if the file is too small for the head that it describes."""
     if wrong := next((name for name, tensor in weights.items() if tensor.dtype not in DTYPES), None):
         raise ValueError(f"{file} holds {wrong} in {weights[wrong].dtype}, which is no dtype of weights")
+    _check_size(sum(tensor.numel() for tensor in weights.values()), description, file)
+
+
+def _check_size(elements: int, description: Description, file: Path) -> None:
+    """Raise a ValueError before a hostile description allocates a huge head."""
     rows = description.head.get("k", 1)
     rows = max(rows, default=1) if isinstance(rows, list) else rows
     needed = description.num_classes * (rows if isinstance(rows, int) else 1)
-    if needed > sum(tensor.numel() for tensor in weights.values()):
+    if needed > elements:
         raise ValueError(f"{file} does not hold the weights that it describes: a head of {needed} rows needs more")
