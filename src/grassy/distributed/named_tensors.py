@@ -188,6 +188,7 @@ def rows_of_ranks(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, Shard
 
     # Of the existing group: a new mesh would make a new group for each tensor of each save.
-    assert (group := dist.group.WORLD) is not None
+    group = dist.group.WORLD
+    assert group is not None
     mesh = DeviceMesh.from_group(group, tensor.device.type)
     return DTensor.from_local(row, mesh, [Shard(0)], run_check=False)
