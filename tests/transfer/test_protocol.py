@@ -136,6 +136,7 @@ def test_what_cannot_be_done_is_one_line(run, tmp_path, capsys):
             "unknown method 'svn', did you mean 'svm'",
         ),
         (["--checkpoint", str(tmp_path / "no"), "--datasets", "pets"], "there is no run or file of weights"),
+        (["--checkpoint", str(run), "--datasets", "pets", "--amp", "float16"], "--amp: invalid choice: 'float16'"),
     ]:
         assert main(["transfer", *words, *data]) == 2
         assert message in capsys.readouterr().err
