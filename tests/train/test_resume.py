@@ -312,7 +312,7 @@ def train_in_a_process_of_its_own(recipe, data, output, budget):
     def work():
         Doomed.budget, write = budget, atomic.write_atomically
         doomed = lambda path, put: write(path, lambda file: put(Doomed(file)))
-        for module in (folder, records, state, weights_module):
+        for module in (atomic, state, weights_module):
             module.write_atomically = doomed
         train(recipe, data, output, resume="auto", quiet=True)
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
-from grassy.atomic import file_digest, sync_file, sync_folder, write_atomically
+from grassy.atomic import file_digest, sync_file, sync_folder, write_text_atomically
 from grassy.distributed.processes import everywhere, gathered, on_rank_0, own_rank, world_size
 
 MANIFEST = "state.json"
@@ -101,7 +101,7 @@ def finish(
     files = {name: each for own, _ in written for name, each in own.items()}
     text = json.dumps({**content, "files": files})
     sealed = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text})
-    write_atomically(part / MANIFEST, lambda file: file.write(sealed.encode()))
+    write_text_atomically(part / MANIFEST, sealed)
     try:
         _check_folder(part, files)
         _check_cover(part, content["tensors"], [chunk for _, chunks in written for chunk in chunks])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from grassy._version import __version__
-from grassy.atomic import write_atomically
+from grassy.atomic import write_text_atomically
 from grassy.recipes.files import ARGS
 from grassy.recipes.recipe import Recipe
 from grassy.schema import MOST_ANALYSIS, MOST_CLASSES, MOST_DESCRIPTION, fail, list_of, parse_json, read_text, text
@@ -39,13 +39,13 @@ def save_settings(
     import yaml
 
     settings = yaml.safe_dump(recipe.to_dict(), sort_keys=False, allow_unicode=True)
-    write_atomically(folder / ARGS, lambda file: file.write(settings.encode()))
+    write_text_atomically(folder / ARGS, settings)
     place = None if data_dir is None else str(data_dir.absolute())  # where later commands find the images
     facts = {**environment(device), "data_dir": place, "splits_data": splits_data, "processes": world_size}
     if (folder / ENVIRONMENT).is_file() and (before := _remembered(folder)):
         earlier = before.pop("earlier", [])
         facts["earlier"] = [*(earlier if isinstance(earlier, list) else [earlier]), before]
-    write_atomically(folder / ENVIRONMENT, lambda file: file.write(json.dumps(facts, indent=1).encode()))
+    write_text_atomically(folder / ENVIRONMENT, json.dumps(facts, indent=1))
 
 
 def remembered_data_dir(folder: Path) -> Path | None:
@@ -76,7 +76,7 @@ def data_is_gone(data_dir: Path, so: str = "") -> str:
 def save_split(folder: Path, recipe: Recipe, held_out: Sequence[str]) -> None:
     """Record the held-out images by their paths in the data, so that later commands use exactly these."""
     content = {"val_fraction": recipe.val_fraction, "val_seed": recipe.val_seed, "validation": list(held_out)}
-    write_atomically(folder / SPLIT, lambda file: file.write(json.dumps(content, indent=0).encode()))
+    write_text_atomically(folder / SPLIT, json.dumps(content, indent=0))
 
 
 def read_split(folder: Path) -> list[str] | None:
@@ -129,7 +129,7 @@ def save_summary(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     writer = csv.DictWriter(table, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_atomically(folder / SUMMARY, lambda file: file.write(table.getvalue().encode()))
+    write_text_atomically(folder / SUMMARY, table.getvalue())
 
 
 class Curves:
