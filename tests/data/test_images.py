@@ -1,5 +1,6 @@
 """Where images come from: folders, tars, arrays, the digits and readers of timm."""
 
+import gc
 import tarfile
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from grassy.data.decode import to_rgb
 from grassy.data.images import open_images
 from grassy.data.layout import split_place
 from grassy.data.run_data import open_data, open_validation
+from grassy.data.shared_lists import Place, Places, Strings
 from grassy.data.worker_processes import processors
 from grassy.distributed.processes import Process
 from grassy.recipes.recipe import Recipe
@@ -310,3 +312,38 @@ def test_a_batch_goes_to_the_device_without_waiting_for_the_next():
         assert drawn == list(range(number + 1))
         assert batch.images.device == batch.labels.device == device
         assert (batch.images == number).all()
+
+
+# ------------------------------------------------------------------------------------------------ memory of workers
+
+
+PLACES = [Place("a.tar", 512, 7), Place("b.tar", 0, 0), Place("a.tar", 2**40, 1), Place("c/ä\udcff.png")]
+
+
+def test_shared_lists_hold_what_lists_do():
+    names = ["", "cat/0.png", "ä\udcff\n", "cat/0.png"]
+    strings, places = Strings(names), Places(PLACES)
+    assert (list(strings), list(places), len(strings), len(places)) == (names, PLACES, 4, 4)
+    assert [strings[i] for i in range(-4, 4)] == 2 * names
+    assert [places[i] for i in range(-4, 4)] == 2 * PLACES
+    assert (strings[::2], strings[1:]) == (names[::2], names[1:])
+    for each in (strings, places):
+        with pytest.raises(IndexError):
+            each[4]
+
+
+def test_images_in_files_are_no_objects_of_python_whose_memory_each_worker_would_copy(tmp_path):
+    folder = tiny_folders(tmp_path / "tree", images=50)
+    make_tar(tmp_path / "train.tar", folder / "train")
+    for place in (folder, tmp_path):
+        images = open_images("", place, "train")
+        assert len(images) == 150
+        assert len(list(objects_of(images))) < 50
+
+
+def objects_of(root):
+    """The objects that an object consists of, and those that they refer to."""
+    yield root
+    for each in gc.get_referents(root):
+        if not isinstance(each, type):
+            yield from objects_of(each)

@@ -2,28 +2,21 @@
 
 import itertools
 import os
+from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 import numpy as np
 
 from grassy.data.decode import Crop, read_pixels
 from grassy.data.image_files import image_suffixes, is_hidden, walk
+from grassy.data.shared_lists import Place, Places, Strings
 from grassy.data.tars import images_in
 from grassy.schema import open_regular
 from grassy.spelling import natural_key
 
 #: What `grassy pack` appends to the path of an image.
 PACKED = ".ppm"
-
-
-class Place(NamedTuple):
-    """The location of an image's bytes: a file, or a part of one."""
-
-    path: str
-    offset: int = 0
-    size: int | None = None  # None: all of the file
 
 
 class FolderImages:
@@ -37,9 +30,10 @@ class FolderImages:
     """
 
     def __init__(
-        self, names: Sequence[str], places: Sequence[Place], targets: Sequence[int], class_names: Sequence[str]
+        self, names: Iterable[str], places: Iterable[Place], targets: Iterable[int], class_names: Sequence[str]
     ) -> None:
-        self.names, self.places, self.targets, self.class_names = names, places, targets, class_names
+        self.names, self.places, self.targets = Strings(names), Places(places), array("q", targets)
+        self.class_names = class_names
 
     def __len__(self) -> int:
         return len(self.places)
@@ -64,7 +58,7 @@ class FolderImages:
         return str(path) if root.is_file() else path_in_tars(Path(place.path).stem, path)
 
     def labels(self) -> np.ndarray:
-        return np.asarray(self.targets, dtype=np.int64)
+        return np.array(self.targets, dtype=np.int64)
 
     def some(self, indices: Sequence[int]) -> "FolderImages":
         """The images with these indices."""
@@ -140,7 +134,8 @@ def _open_folders(root: Path, class_names: Sequence[str] | None, topmost: bool) 
     files: list[str] = []
     found: list[str] = []  # leaf folders, and folders with images
     for folder, below, names in walk(root):
-        images = [os.path.join(folder, name) for name in names if os.path.splitext(name)[1].lower() in suffixes]
+        start = os.path.join(folder, "")
+        images = [start + name for name in names if os.path.splitext(name)[1].lower() in suffixes]
         if images and folder == str(root):
             raise ValueError(f"{images[0]} lies in no class folder: move it into that of its class, or away")
         if images or (not below and folder != str(root)):
@@ -155,12 +150,12 @@ def _open_folders(root: Path, class_names: Sequence[str] | None, topmost: bool) 
     top = _topmost(paths.values()) if topmost else {}
     classes = {folder: top.get(path, path.name) for folder, path in paths.items()}
     places = {name: folder for folder, name in classes.items()}
-    names = [classes[os.path.dirname(file)] for file in files]
+    names = [classes[file.rpartition(os.sep)[0]] for file in files]
     empty = sorted(set(places) - set(names))
     if class_names is None and empty:
         raise ValueError(f"class folder {places[empty[0]]} holds no images: fill or remove it")
     numbers = _numbers(places, class_names)
-    return FolderImages(files, [Place(file) for file in files], [numbers[name] for name in names], list(numbers))
+    return FolderImages(files, map(Place, files), [numbers[name] for name in names], list(numbers))
 
 
 # --------------------------------------------------------------------------------------------------- tars
@@ -194,5 +189,5 @@ def _open_tars(
     top = _topmost({folder for *_, folder, _ in found}) if topmost else {}
     names = [top.get(folder, folder.name) for *_, folder, _ in found]
     numbers = _numbers({name: f"{name} of {root}" for name in names}, class_names)
-    labels = [numbers[name] for name in names]
-    return FolderImages([path for _, path, *_ in found], [place for *_, place in found], labels, list(numbers))
+    labels = (numbers[name] for name in names)
+    return FolderImages((path for _, path, *_ in found), (place for *_, place in found), labels, list(numbers))

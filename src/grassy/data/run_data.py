@@ -155,13 +155,14 @@ def _batch_size(recipe: Recipe, images: int, parts: int) -> tuple[int, list[str]
 
 def _unusual(images: Images) -> list[str]:
     """Warnings about images in unusual formats, which may be masks or copies."""
-    files = images.names if isinstance(images, FolderImages) else []
-    kinds = Counter(os.path.splitext(file)[1].lower() for file in files)
+    if not isinstance(images, FolderImages):
+        return []
+    kinds = Counter(os.path.splitext(file)[1].lower() for file in images.names)
     some = {kind: count for kind, count in kinds.items() if kind in MORE_SUFFIXES}
     if not some or len(some) == len(kinds):
         return []
     listing = ", ".join(f"{count} {kind}" for kind, count in sorted(some.items()))
-    return [f"among {len(files)} training images there are {listing}: if they are not meant, move them away"]
+    return [f"among {len(images)} training images there are {listing}: if they are not meant, move them away"]
 
 
 def _deeper(images: Images, place: Path) -> list[str]:

@@ -1,0 +1,69 @@
+"""Lists of strings and places whose memory forked worker processes share.
+
+Whoever reads an object of Python writes its reference count, and the page of memory around it is then copied. Workers
+that read a list in random order would soon have a copy of all its objects. A buffer of bytes or integers has no counts.
+"""
+
+import itertools
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, overload
+
+
+class Place(NamedTuple):
+    """The location of an image's bytes: a file, or a part of one."""
+
+    path: str
+    offset: int = 0
+    size: int | None = None  # None: all of the file
+
+
+class Strings:
+    """Strings in a buffer of bytes."""
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        encoded = [string.encode("utf-8", "surrogateescape") for string in strings]
+        self._bytes = b"".join(encoded)
+        self._starts = array("q", itertools.accumulate(map(len, encoded), initial=0))
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        index = range(len(self))[index]
+        return self._bytes[self._starts[index] : self._starts[index + 1]].decode("utf-8", "surrogateescape")
+
+    def __iter__(self) -> Iterator[str]:
+        for start, end in itertools.pairwise(self._starts):
+            yield self._bytes[start:end].decode("utf-8", "surrogateescape")
+
+
+class Places:
+    """Places in buffers of integers, with each path once."""
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        paths: dict[str, int] = {}
+        self._files, self._offsets, self._sizes = array("q"), array("q"), array("q")
+        for path, offset, size in places:
+            self._files.append(paths.setdefault(path, len(paths)))
+            self._offsets.append(offset)
+            self._sizes.append(-1 if size is None else size)
+        self._paths = Strings(paths)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> Place:
+        size = self._sizes[index]
+        return Place(self._paths[self._files[index]], self._offsets[index], None if size < 0 else size)
+
+    def __iter__(self) -> Iterator[Place]:
+        return map(self.__getitem__, range(len(self)))
