@@ -2,7 +2,9 @@
 
 import functools
 import io
+import os
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -216,3 +218,57 @@ def test_a_damaged_file_gives_way_to_the_crop_that_is_drawn_of_another_one(large
     assert (label, index) == (1, 1)
     assert {failure.name for failure in failures} == {"file 0"}
     assert np.array_equal(image.numpy(), samples[1, 5][0].numpy())
+
+
+# --------------------------------------------------------------------------------------------------- large files
+
+
+class Counted(io.BytesIO):
+    """A file that counts the bytes that are read."""
+
+    count = 0
+
+    def read(self, size=-1):
+        content = super().read(size)
+        self.count += len(content)
+        return content
+
+
+def test_a_large_file_that_is_no_image_is_not_read():
+    file = Counted(bytes(10**7))
+    with pytest.raises(OSError, match="cannot identify"):
+        read_pixels(file)
+    assert file.count < 10**6
+
+
+def test_a_jpeg_is_in_memory_once(tmp_path):
+    (tmp_path / "padded.jpg").write_bytes(encoded(picture(30, 20)) + bytes(10**7))
+    tracemalloc.start()
+    decode.read_rgb(tmp_path / "padded.jpg")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.5 * 10**7
+
+
+def test_a_jpeg_that_would_fill_the_memory_is_refused(monkeypatch, tmp_path):
+    content = encoded(picture(30, 20))
+    (tmp_path / "large.jpg").write_bytes(content)
+    os.truncate(tmp_path / "large.jpg", 2**40)  # a sparse file
+    with pytest.raises(ValueError, match="it has 1,099,511,627,776 bytes: more than 536,870,912 are not read"):
+        decode.read_rgb(tmp_path / "large.jpg")
+    monkeypatch.setattr(decode, "MOST_BYTES", len(content))
+    assert read_pixels(io.BytesIO(content)).shape == (20, 30, 3)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "GIF", "WEBP", "BMP", "JPEG2000"])
+def test_an_image_within_a_file_is_that_of_a_file_of_its_own(kind, tmp_path):
+    image = picture(40, 30)
+    options = {"compression": "tiff_lzw"} if kind == "TIFF" else {}  # libtiff reads from the descriptor of the file
+    image.save(tmp_path / "one", kind, **options)
+    content = (tmp_path / "one").read_bytes()
+    (tmp_path / "many").write_bytes(bytes(100) + content + bytes(100))
+    with open(tmp_path / "many", "rb") as many:
+        many.seek(100)
+        within = read_pixels(many, size=len(content))
+    assert np.array_equal(within, decode.read_rgb(tmp_path / "one"))
+    assert np.array_equal(within, by_pillow(content))

@@ -15,9 +15,12 @@ SIXTEEN_BITS = 2**16 - 1
 #: Pillow knows many more, some of which start other programs: PostScript in a .jpg would run in Ghostscript. MPO is
 #: what many cameras call JPEG.
 FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000", "AVIF")
+JPEG = b"\xff\xd8\xff"
 #: The header of plain pixels, as Pillow and `grassy pack` write it: width and height.
 PLAIN = re.compile(rb"P6\n([1-9][0-9]{0,5}) ([1-9][0-9]{0,5})\n255\n")
 HEADER = 24  # bytes that hold such a header
+#: Limit of what is read into memory to be decoded: the pixels of the largest image that Pillow accepts.
+MOST_BYTES = 2**29
 
 
 @functools.cache
@@ -73,14 +76,22 @@ def read_pixels(file: IO[bytes], crop: Crop | None = None, size: int | None = No
     A crop of a large JPEG file comes at 1/2, 1/4 or 1/8 of its size, if that is still at least twice `crop.size`. The
     decoder computes fewer pixels then, from the lower frequencies. Of plain pixels, only the rows of a crop are read.
 
-    size: The bytes of the image from the position of the file on; None if it takes the rest of the file.
+    size: The bytes of the image from the position of the file on; None if the image takes all of the file.
     """
+    start = file.tell()
     head = file.read(HEADER if size is None else min(HEADER, size))
+    end = file.seek(0, io.SEEK_END) if size is None else start + size
     if (plain := PLAIN.match(head)) is not None:
-        pixels = _plain_pixels(file, crop, plain, len(head), size)
+        pixels = _plain_pixels(file, crop, plain, start, end)
         if pixels is not None:
             return pixels
-    return _decoded(head + file.read(-1 if size is None else size - len(head)), crop)
+    file.seek(start)
+    if size is None and not head.startswith(JPEG):  # Pillow reads what it needs of a file, which may be of any size
+        return _decoded(file, b"", crop)
+    if end - start > MOST_BYTES:
+        raise ValueError(f"it has {end - start:,} bytes: more than {MOST_BYTES:,} are not read into memory")
+    content = file.read(end - start)
+    return _decoded(io.BytesIO(content), content, crop)
 
 
 def plain_file(pixels: np.ndarray) -> bytes:
@@ -90,21 +101,18 @@ def plain_file(pixels: np.ndarray) -> bytes:
 
 
 def _plain_pixels(
-    file: IO[bytes], crop: Crop | None, header: re.Match[bytes], consumed: int, size: int | None
+    file: IO[bytes], crop: Crop | None, header: re.Match[bytes], start: int, end: int
 ) -> np.ndarray | None:
-    """The pixels that follow a header, of which `consumed` bytes have been read.
+    """The pixels that follow a header, in the bytes of a file from `start` to `end`.
 
-    None if they are not all there, or more than Pillow allows. The file is then where it was, for Pillow to say so.
+    None if they are not all there, or more than Pillow allows: Pillow shall say so.
     """
     from PIL import Image
 
     width, height = map(int, header.groups())
-    start = file.tell() - consumed
     first = start + header.end()
-    end = file.seek(0, io.SEEK_END) if size is None else start + size
     limit = Image.MAX_IMAGE_PIXELS
     if end - first < 3 * width * height or (limit is not None and width * height > limit):
-        file.seek(start + consumed)
         return None
     box = Box(0, 0, height, width) if crop is None else crop.box(height, width)
     rows = np.empty((box.height, width, 3), np.uint8)
@@ -114,16 +122,16 @@ def _plain_pixels(
     return rows[:, box.left : box.left + box.width]
 
 
-def _decoded(content: bytes, crop: Crop | None) -> np.ndarray:
-    """The pixels of an image file with this content, or of a crop of it."""
+def _decoded(file: IO[bytes], content: bytes, crop: Crop | None) -> np.ndarray:
+    """The pixels of an image file, or of a crop of it. `content` is that of the file if it may be a JPEG."""
     size = _size_of_jpeg(content)
-    image = open_image(io.BytesIO(content)) if size is None else None
+    image = open_image(file) if size is None else None
     height, width = size or (image.height, image.width)  # type: ignore[union-attr]
     box = None if crop is None else crop.box(height, width)
     factor = 1 if crop is None or box is None else _reduction(box, crop.size)
     pixels = _decode_jpeg(content, height, width, factor) if size else None
     if pixels is None:
-        image = image or open_image(io.BytesIO(content))
+        image = image or open_image(file)
         if factor > 1:
             image.draft(None, (width // factor, height // factor))  # only JPEG files listen to it
         pixels = np.array(to_rgb(image))
@@ -152,7 +160,7 @@ def _size_of_jpeg(content: bytes) -> tuple[int, int] | None:
     from PIL import Image
 
     decoder = _simplejpeg()
-    if decoder is None or not content.startswith(b"\xff\xd8\xff"):
+    if decoder is None or not content.startswith(JPEG):
         return None
     try:
         height, width, colors, _ = decoder.decode_jpeg_header(content)
