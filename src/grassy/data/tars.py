@@ -31,7 +31,7 @@ def images_in(file: IO[bytes], size: int, tar: Path, within: int = 0) -> Iterato
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
-                archive.members.clear()  # which would keep a kilobyte for each
+                archive.members.clear()  # type: ignore[attr-defined]  # they take a kilobyte each
                 suffix = os.path.splitext(member.path)[1].lower()
                 if not member.isfile() or suffix not in suffixes | {".tar"}:
                     continue
