@@ -2,6 +2,7 @@
 
 import errno
 import io
+import itertools
 import os
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ from grassy.cli import main
 from grassy.data import decode
 from grassy.data import pack as packing
 from grassy.data.decode import Box, plain_file, read_pixels
-from grassy.data.held_out import recorded_keys, split
+from grassy.data.held_out import open_with_keys, recorded_keys, split
 from grassy.data.images import open_images
 from grassy.data.pack import pack, reduced_size
 from grassy.data.transforms import train_transform
@@ -135,6 +136,22 @@ def test_a_pack_of_one_folder_holds_out_the_images_that_the_folder_does(tmp_path
     for one, other in zip(folder[:2], packed[:2], strict=True):
         assert len(one) == len(other)
         assert all(np.array_equal(one.load(index)[0], other.load(index)[0]) for index in range(len(one)))
+
+
+def test_a_pack_has_the_order_and_the_class_indices_of_its_folder(tmp_path):
+    names = ["image.jpg", "image.jpg.1.jpg", "a.jpg", "a.jpg.jpg", "A.jpg", "7.jpg", "07.jpg", "b.png", "b.png.ppm"]
+    for seed, (folder, name) in enumerate(itertools.product(["1", "01", "A", "a"], names)):
+        file = tmp_path / "set" / folder / ("x" + name if folder in "1A" else name)  # which changes who comes first
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise(4, 4, seed)).save(file)
+    pack(tmp_path / "set", tmp_path / "packed", None)
+    folder, packed = (open_with_keys(place) for place in (tmp_path / "set", tmp_path / "packed" / "train.tar"))
+    assert folder[0].class_names == packed[0].class_names == ["01", "1", "A", "a"]
+    assert folder[1] == packed[1]
+    for index in range(len(folder[1])):
+        (one, label), (other, of_other) = (images.load(index) for images, _ in (folder, packed))
+        assert label == of_other
+        assert np.array_equal(one, other)
 
 
 def nested(folder):

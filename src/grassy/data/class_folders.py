@@ -3,7 +3,7 @@
 import itertools
 import os
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -52,10 +52,8 @@ class FolderImages:
         place = self.places[index]
         if place.size is None:
             return Path(os.path.relpath(place.path, root)).as_posix()
-        path = PurePosixPath(self.names[index])
-        if path.suffix == PACKED and path.with_suffix("").suffix.lower() in image_suffixes():
-            path = path.with_suffix("")
-        return str(path) if root.is_file() else path_in_tars(Path(place.path).stem, path)
+        path = _original(self.names[index], image_suffixes())
+        return path if root.is_file() else path_in_tars(Path(place.path).stem, PurePosixPath(path))
 
     def labels(self) -> np.ndarray:
         return np.array(self.targets, dtype=np.int64)
@@ -64,6 +62,12 @@ class FolderImages:
         """The images with these indices."""
         names, places = [self.names[index] for index in indices], [self.places[index] for index in indices]
         return FolderImages(names, places, [self.targets[index] for index in indices], self.class_names)
+
+
+def _original(path: str, suffixes: Collection[str]) -> str:
+    """The path of an image without what `grassy pack` appended."""
+    original = path.removesuffix(PACKED)
+    return original if os.path.splitext(original)[1].lower() in suffixes else path
 
 
 def path_in_tars(stem: str, path: PurePosixPath) -> str:
@@ -91,10 +95,15 @@ def _no_images(root: Path) -> ValueError:
     return ValueError(f"{root} holds no images ({', '.join(sorted(image_suffixes()))})")
 
 
+def _order(name: str) -> tuple[list[str | int], str]:
+    """Natural order. It does not distinguish 01 from 1 or A from a, so the names themselves do."""
+    return natural_key(name), name
+
+
 def _numbers(places: dict[str, str], class_names: Sequence[str] | None) -> dict[str, int]:
     """The index of each class, in natural order or as in the training set; `places` maps a class to its path."""
     if class_names is None:
-        return {name: number for number, name in enumerate(sorted(places, key=natural_key))}
+        return {name: number for number, name in enumerate(sorted(places, key=_order))}
     numbers = {name: number for number, name in enumerate(class_names)}
     for name, place in places.items():
         if name not in numbers:
@@ -143,7 +152,7 @@ def _open_folders(root: Path, class_names: Sequence[str] | None, topmost: bool) 
         files += images
     if not files:
         raise _no_images(root)
-    files.sort(key=lambda file: (natural_key(file), file))
+    files.sort(key=_order)
     paths = {folder: PurePosixPath(Path(folder).relative_to(root).as_posix()) for folder in found}
     if class_names is None and not topmost:
         _check_distinct(paths.values(), root)
@@ -185,7 +194,8 @@ def _open_tars(
             _check_distinct(sorted(folders), tar)
     if not found:
         raise _no_images(root)
-    found.sort(key=lambda image: natural_key(image[0]))
+    suffixes = image_suffixes()
+    found.sort(key=lambda image: _order(_original(image[0], suffixes)))  # a pack has the order of its files
     top = _topmost({folder for *_, folder, _ in found}) if topmost else {}
     names = [top.get(folder, folder.name) for *_, folder, _ in found]
     numbers = _numbers({name: f"{name} of {root}" for name in names}, class_names)
