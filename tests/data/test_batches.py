@@ -19,6 +19,7 @@ from grassy.data.resident_loader import ResidentLoader
 from grassy.data.run_data import open_data, open_validation
 from grassy.data.worker_loader import Samples, seeded
 from grassy.distributed.processes import Process
+from grassy.inference.evaluate import evaluate
 from grassy.inference.validate import validate
 from grassy.recipes.changes import with_changes
 from grassy.runs.weights import Description, save_weights
@@ -323,6 +324,21 @@ def test_unreadable_images_of_shards_are_named_and_those_of_sixteen_bits_are_sca
     assert (images[6, 0].numpy() == grey).all()
     train = [part for parts in open_data(recipe, tmp_path, CPU).train.epoch(0) for part in parts]
     assert {failure.name for part in train for failure in part.failures} == {f"0004 of {tmp_path / 'train-0000.tar'}"}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch_size", [5, 7, 11, 24])
+def test_unreadable_images_at_the_end_of_a_stream_are_named_in_validation(tmp_path, workers, batch_size):
+    pytest.importorskip("webdataset")
+    recipe = make_shards(tmp_path, {(number, "png"): b"no image" for number in (11, 22, 23)}, sizes=(12, 12))
+    recipe = with_changes(recipe, {"workers": workers, "val_batch_size": batch_size})
+    loader = open_data(recipe, tmp_path, CPU).validation
+    prepare = Preparation(recipe.mean, recipe.std, CPU.device)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 3))
+    for _ in range(2):
+        metrics, failures = evaluate(model, loader, prepare, CPU.device)
+        assert metrics.images == 21
+        assert sorted(failure.name[:4] for failure in failures) == ["0011", "0022", "0023"]
 
 
 def test_a_stream_of_the_wrong_labels_or_of_nothing_is_an_error(tmp_path):

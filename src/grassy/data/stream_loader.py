@@ -5,8 +5,8 @@ workers is always the recipe's, or that of the shards, however few CPU cores the
 epoch reads what it has seen again, and skips it. That holds for WebDataset and, with `datasets` before version 4, for
 timm's reader of Hugging Face streams. TFDS seeds its own order, which is not tested.
 
-Unreadable images of a WebDataset are skipped and reported with the next batch of their worker. timm's other readers
-stop at them.
+Unreadable images of a WebDataset are skipped and reported with the next batch of their worker. In validation, the last
+ones come with a blank image; in training, a pass does not end with them. timm's other readers stop at them.
 """
 
 import io
@@ -83,7 +83,7 @@ class StreamValidation:
         return on_device(checked(self._loader, self.num_classes), self.device)
 
 
-class _StreamImages(torch.utils.data.IterableDataset[tuple[Tensor, int]]):
+class _StreamImages(torch.utils.data.IterableDataset[tuple[Tensor | None, int]]):
     """The transformed images of a stream in this process and worker."""
 
     def __init__(
@@ -131,7 +131,7 @@ class _StreamImages(torch.utils.data.IterableDataset[tuple[Tensor, int]]):
         self._epoch.value = epoch
         self.stream.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+    def __iter__(self) -> Iterator[tuple[Tensor | None, int]]:
         worker = torch.utils.data.get_worker_info()
         own = (self.seed, self._epoch.value, self.rank, 0 if worker is None else worker.id)
         images = _webdataset(self.reader, seed_of(*own), self.training) if self.kind == "wds" else iter(self.reader)
@@ -140,6 +140,8 @@ class _StreamImages(torch.utils.data.IterableDataset[tuple[Tensor, int]]):
             with seeded(seed_of(*own, place)), one_thread():
                 transformed = self.transform(pixels)
             yield transformed, label
+        if _unreadable and not self.training:
+            yield None, -1
 
 
 def _loader(images: _StreamImages, batch_size: int, device: torch.device) -> Any:
@@ -149,9 +151,9 @@ def _loader(images: _StreamImages, batch_size: int, device: torch.device) -> Any
     return torch.utils.data.DataLoader(images, batch_size=batch_size, generator=generator, **options)
 
 
-def _collate(samples: list[tuple[Any, Any]]) -> Batch:
+def _collate(samples: list[tuple[Tensor | None, Any]]) -> Batch:
     """Collate a batch in the worker that read its images, with the images that this worker could not read."""
-    batch = collate([(torch.as_tensor(image), int(label), -1, []) for image, label in samples])
+    batch = collate([(image, int(label), -1, []) for image, label in samples])
     batch.failures, _unreadable[:] = list(_unreadable), []
     return batch
 
