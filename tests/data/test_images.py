@@ -3,6 +3,7 @@
 import gc
 import tarfile
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -312,6 +313,15 @@ def test_a_batch_goes_to_the_device_without_waiting_for_the_next():
         assert drawn == list(range(number + 1))
         assert batch.images.device == batch.labels.device == device
         assert (batch.images == number).all()
+
+
+def test_batches_of_all_epochs_are_copied_in_one_stream(monkeypatch):
+    """torch's allocator keeps memory for each stream."""
+    cuda = MagicMock()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    for _ in range(3):
+        assert len(list(on_device([MagicMock(), MagicMock()], torch.device("cuda", 99)))) == 2
+    cuda.Stream.assert_called_once()
 
 
 # ------------------------------------------------------------------------------------------------ memory of workers

@@ -1,5 +1,6 @@
 """A batch of images and labels: how it is made of samples, checked and moved to the device."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -78,7 +79,7 @@ def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]
     if device.type != "cuda":
         yield from batches
         return
-    stream = torch.cuda.Stream(device)
+    stream = _copies(device)
     for batch in batches:
         with torch.cuda.stream(stream):
             batch.images = batch.images.to(device, non_blocking=True)
@@ -88,3 +89,11 @@ def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]
         for tensor in (batch.images, batch.labels):
             tensor.record_stream(current)
         yield batch
+
+
+@functools.cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    """The stream for copies to a device. torch's allocator keeps freed memory for the stream that it was used in, so
+    a new stream in each epoch would start without any.
+    """
+    return torch.cuda.Stream(device)
