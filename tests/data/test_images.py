@@ -1,6 +1,7 @@
 """Where images come from: folders, tars, arrays, the digits and readers of timm."""
 
 import gc
+import os
 import tarfile
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -10,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from grassy.data import worker_processes
 from grassy.data.batch import Batch, on_device
 from grassy.data.decode import to_rgb
 from grassy.data.images import open_images
@@ -313,6 +315,29 @@ def test_a_batch_goes_to_the_device_without_waiting_for_the_next():
         assert drawn == list(range(number + 1))
         assert batch.images.device == batch.labels.device == device
         assert (batch.images == number).all()
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "200000 100000\n"}, 2),
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "5000 100000\n"}, 1),
+        ({"cpu.max": "6400000 100000\n"}, 8),
+        ({"cpu.max": "nonsense"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+    ],
+)
+def test_a_container_has_as_many_processors_as_its_quota_allows(files, cores, tmp_path, monkeypatch):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(worker_processes, "CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    assert processors() == cores
 
 
 def test_batches_of_all_epochs_are_copied_in_one_stream(monkeypatch):

@@ -2,19 +2,36 @@
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
+CGROUP = Path("/sys/fs/cgroup")
+
 
 def processors() -> int:
     """The number of CPU cores that this process may use; more workers would not help."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(cores, _quota())))
+
+
+def _quota() -> float:
+    """The CPU time per second that a container may use, by its cgroup; infinite without a limit.
+
+    Kubernetes and Docker limit containers so. The process still sees all cores, and is stopped when the time is spent.
+    """
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):  # versions 2 and 1
+        with contextlib.suppress(OSError, ValueError):  # ValueError: "max", which is no limit
+            quota, period = map(int, " ".join((CGROUP / name).read_text() for name in names).split())
+            return quota / period if quota > 0 and period > 0 else math.inf  # -1: no limit, in version 1
+    return math.inf
 
 
 def worker_options(workers: int, device: torch.device, collate: Callable[[Any], Any]) -> dict[str, Any]:
