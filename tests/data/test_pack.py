@@ -267,6 +267,20 @@ def test_a_run_resumes_and_is_validated_on_a_pack_of_its_images(tmp_path, capsys
     assert main(resumed) == 0
 
 
+def test_few_decoded_images_wait_to_be_written_if_they_are_large(tmp_path, monkeypatch):
+    photos(tmp_path / "set", count=60)
+    images = open_with_keys(tmp_path / "set")[0]
+    monkeypatch.setattr(packing, "processors", lambda: 4)
+    monkeypatch.setattr(packing, "MOST_WAITING", 3 * 60 * 45 * 3)  # three images
+    decoded, original = itertools.count(), packing._content
+    monkeypatch.setattr(packing, "_content", lambda *given: (next(decoded), original(*given))[1])
+    found = packing._in_threads(images, None)
+    written = [next(found)[0] for _ in range(30)]
+    time.sleep(0.3)  # the threads decode what they were given
+    assert next(decoded) - 30 <= 3 + 2 * 4  # and those that were being decoded
+    assert written + [index for index, _ in found] == list(range(120))
+
+
 def test_the_same_files_give_the_same_pack(tmp_path):
     photos(tmp_path / "set")
     first, second = (pack(tmp_path / "set", tmp_path / name)[0].path.read_bytes() for name in ("one", "two"))

@@ -30,6 +30,8 @@ from grassy.terminal import bar, readable_bytes
 SHORT_SIDE = 512
 #: So many images are read to estimate the size of a pack.
 LOOKED_AT = 64
+#: Bytes of decoded images that may wait to be written.
+MOST_WAITING = 2**29
 #: What a tar needs for each member at most, in addition to its pixels: a header, padding, and a long name.
 OVERHEAD = 4 * tarfile.BLOCKSIZE
 
@@ -182,11 +184,12 @@ Content = tuple[bytes, bool] | Failure
 def _in_threads(images: FolderImages, short_side: int | None) -> Iterator[tuple[int, Content]]:
     """Index and content of each image, in order. Decoders release the GIL, so that threads use all cores."""
     ahead: collections.deque[tuple[int, Future[Content]]] = collections.deque()
-    with ThreadPoolExecutor(processors()) as threads:
+    cores = processors()
+    with ThreadPoolExecutor(cores) as threads:
         try:
             for index in range(len(images)):
                 ahead.append((index, threads.submit(_content, images, index, short_side)))
-                if len(ahead) > 4 * processors():
+                while _too_far(ahead, cores):
                     first, content = ahead.popleft()
                     yield first, content.result()
             for index, content in ahead:
@@ -194,6 +197,13 @@ def _in_threads(images: FolderImages, short_side: int | None) -> Iterator[tuple[
         finally:
             for _, content in ahead:
                 content.cancel()
+
+
+def _too_far(ahead: collections.deque[tuple[int, Future[Content]]], cores: int) -> bool:
+    """Whether the threads are so far ahead of the writer that another image might fill the memory."""
+    decoded = [future.result() for _, future in ahead if future.done()]
+    waiting = sum(len(content[0]) for content in decoded if not isinstance(content, Failure))
+    return len(ahead) - len(decoded) > 2 * cores or len(ahead) > 4 * cores or waiting > MOST_WAITING
 
 
 def _content(images: FolderImages, index: int, short_side: int | None) -> Content:
