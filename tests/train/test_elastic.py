@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc"),
 ]
 
-EPOCHS, UPDATES = 40, 10
+EPOCHS, UPDATES = 20, 10
 #: torchrun takes an agent for lost after 4 seconds without a word, and then waits 3 for others to come.
 CONF = "is_host=false,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4"
 
