@@ -55,6 +55,11 @@ def test_each_epoch_draws_the_crop_of_an_image_anew():
     assert all(len({epoch[index] for epoch in drawn}) == 3 for index in range(20))
 
 
+def test_runs_with_different_seeds_draw_different_crops():
+    drawn = [{seed for batch in EpochBatches(20, 5, 1, Share(), seed) for _, seed in batch} for seed in range(3)]
+    assert len(set.union(*drawn)) == 60
+
+
 def test_processes_and_parts_share_each_batch_of_one_process_without_overlap():
     whole = list(EpochBatches(50, 12, 1, Share(), seed=3))
     shares = [list(EpochBatches(50, 12, 2, Share(rank, 3), seed=3)) for rank in range(3)]
@@ -109,16 +114,35 @@ def test_images_are_transformed_by_one_thread_in_the_main_process_too():
         torch.set_num_threads(before)
 
 
-def test_batches_do_not_depend_on_the_number_of_worker_processes(tmp_path):
+@pytest.mark.parametrize("changes", [{"color_jitter": 0.4}, {"aa": "rand-m9-mstd0.5-inc1"}], ids=["jitter", "aa"])
+def test_batches_do_not_depend_on_the_number_of_worker_processes(tmp_path, changes):
     folder = tiny_folders(tmp_path)
     epochs = []
     for workers in (0, 2):
-        recipe = tiny_recipe(crop="resized", color_jitter=0.4, aa="rand-m9-mstd0.5-inc1", workers=workers, batch_size=4)
+        recipe = tiny_recipe(crop="resized", workers=workers, batch_size=4, **changes)
         data = open_data(recipe, folder, CPU)
         epochs.append([part.images for parts in data.train.epoch(1, 2) for part in parts])
     assert len(epochs[0]) == 2
     for one, other in zip(*epochs, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("loader", ["resident", "workers"])
+@pytest.mark.parametrize(("hflip", "flipped"), [(0.0, 0), (1.0, 40), (0.2, 8)])
+def test_the_share_of_images_that_the_recipe_says_is_flipped(tmp_path, loader, hflip, flipped):
+    recipe = tiny_recipe(crop="none", hflip=hflip, loader=loader, batch_size=40)
+    data = open_data(recipe, tiny_arrays(tmp_path), CPU)
+    sources = torch.from_numpy(data.train.images.images).permute(0, 3, 1, 2)
+    counts = []
+    for epoch in range(5):
+        ((batch,),) = data.train.epoch(epoch)
+        same, mirrored = (
+            sum(any(torch.equal(image, source) for source in of) for image in batch.images)
+            for of in (sources, sources.flip(-1))
+        )
+        assert same + mirrored == 40
+        counts.append(mirrored)
+    assert abs(np.mean(counts) - flipped) <= (4 if 0 < hflip < 1 else 0)
 
 
 # ------------------------------------------------------------------------------------------------ resident images
@@ -131,6 +155,8 @@ def test_resident_crops_and_flips_are_those_of_the_padded_image(tmp_path):
     assert isinstance(loader, ResidentLoader)
     plan = loader.plan(epoch=3)
     assert not np.array_equal(plan[:, 1:], loader.plan(epoch=4)[:, 1:])
+    of_another_seed = open_data(tiny_recipe(padding=2, seed=1), tmp_path, CPU).train.plan(epoch=3)
+    assert not np.array_equal(plan[:, 1:], of_another_seed[:, 1:])
     assert set(plan[:, 1]) == set(plan[:, 2]) == set(range(5))
     assert set(plan[:, 3]) == {0, 1}
     images, labels = loader.assemble(torch.from_numpy(plan[:9]))
