@@ -10,7 +10,8 @@ The files have the size of ImageNet's: 10,000 JPEG images of 500 x 375 pixels, q
 of two photos that come with scikit-learn, or of the images below --source: random cutouts, enlarged, with grain. All
 contestants get the same files, batch size, number of workers and augmentation: a random resized crop to 224 pixels and
 a flip, with or without RandAugment. They take turns. A turn begins after as many batches as the workers prepare ahead:
-these come faster than the loader can go on.
+these come faster than the loader can go on. Batches come in waves, one from each worker, so a turn lasts ten whole
+waves: a part of a wave would count for too much or too little.
 
 timm's loader collates uint8 images, its fastest way, as grassy's does; both leave the normalisation to the device.
 torchvision's reference normalises in its workers. "grassy, packed" reads what `grassy pack` has made of the files. With
@@ -19,8 +20,11 @@ torchvision's reference normalises in its workers. "grassy, packed" reads what `
 The result also holds the time of each part of the way, before and now, of decoding by nvJPEG, and of copies to the
 device (`input_stages`).
 
-On a GPU machine `python -m benchmarks.input --train resnet50` takes about five minutes. grassy decodes with simplejpeg
-where it is installed, and with Pillow where it is not. A machine without network gets it in a folder:
+With 16 workers and a GPU, `python -m benchmarks.input --train resnet50` takes about 25 minutes by our estimate. With
+`--batches 32`, a turn is two waves, and the run takes about a fifth of that, with more scatter.
+
+grassy decodes with simplejpeg where it is installed, and with Pillow where it is not. A machine without network gets it
+in a folder:
 
     pip download --no-deps --python-version 3.12 --only-binary :all: simplejpeg
     unzip simplejpeg-*.whl -d runs/simplejpeg
@@ -253,6 +257,11 @@ class Turn:
     clock: Callable[[], float]
 
 
+def whole_waves(workers: int) -> int:
+    """The batches of a turn: ten from each worker, and at least 20."""
+    return max(20, 10 * workers)
+
+
 def rate(batches: Iterable[tuple[Tensor, Tensor]], turn: Turn, use: Callable[[Tensor, Tensor], None] | None) -> float:
     """Images per second in a turn."""
     seen, start = 0, 0.0
@@ -300,7 +309,7 @@ def main() -> None:
     parser.add_argument("--source", type=Path, help="folder of photos to make the files of")
     parser.add_argument("--train", metavar="MODEL", help="train this timm model on the batches")
     parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--batches", type=int, default=20, help="in a turn")
+    parser.add_argument("--batches", type=int, help="in a turn (default: ten per worker, at least 20)")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--workers", type=int, default=processors())
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -311,7 +320,7 @@ def main() -> None:
     make_files(folder, args.count, args.source, size, args.grain)
     files = sorted(folder.glob("train/*/*.jpg"))
     clock = time.perf_counter if args.workers else time.process_time
-    turn = Turn(2 * args.workers, args.batches, clock)  # a worker prepares two batches
+    turn = Turn(2 * args.workers, args.batches or whole_waves(args.workers), clock)  # a worker prepares two batches
     repeats = math.ceil(args.batch_size * (turn.skipped + turn.batches + 2) / len(files))
     if not args.workers:
         torch.set_num_threads(1)
@@ -323,7 +332,7 @@ def main() -> None:
         "clock": clock.__name__,
         "batch_size": args.batch_size,
         "files": len(files),
-        "batches": args.batches,
+        "batches": turn.batches,
         "grain": args.grain,
         "size": size,
         "mean_bytes": round(statistics.mean(path.stat().st_size for path in files)),
