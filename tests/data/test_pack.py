@@ -27,8 +27,10 @@ from grassy.data.decode import Box, plain_file, read_pixels
 from grassy.data.held_out import open_with_keys, recorded_keys, split
 from grassy.data.images import open_images
 from grassy.data.pack import pack, reduced_size
+from grassy.data.run_data import open_data
 from grassy.data.transforms import train_transform
 from grassy.data.worker_loader import Samples
+from grassy.distributed.processes import Process
 from grassy.recipes.recipe import Recipe
 from training_cases import tiny_folders, tiny_recipe
 
@@ -296,6 +298,30 @@ def test_large_images_are_reduced_and_small_ones_are_kept(tmp_path):
         assert part.reduced == (10 if short_side == 20 else 0)
     original = Image.open(tmp_path / "set" / "cat" / "0.jpg").resize((40, 20), Image.Resampling.BICUBIC)
     assert np.abs(pixels - np.asarray(original).astype(float)).mean() < 1
+
+
+def test_a_run_that_wants_more_pixels_than_its_pack_has_says_so(tmp_path):
+    for name in ("train", "val"):
+        photos(tmp_path / "set" / name)
+
+    def notes(place, **changes):
+        found = open_data(tiny_recipe(**changes), place, Process(torch.device("cpu"))).notes
+        return [note for note in found if "pack" in note]
+
+    pack(tmp_path / "set", tmp_path / "small", 40)
+    pack(tmp_path / "set", tmp_path / "whole", 45)  # none of which is reduced
+    message = "the pack has images of 40 pixels, and this run wants {0}: pack again with --size {0}"
+    assert notes(tmp_path / "small", img_size=41) == [message.format(41)]
+    assert notes(tmp_path / "small", img_size=38, crop_pct=0.9) == [message.format(43)]
+    assert notes(tmp_path / "small", img_size=36, crop_pct=0.9) == []
+    assert notes(tmp_path / "small", img_size=36, test_size=44) == [message.format(44)]
+    shutil.move(tmp_path / "small" / "val.tar", tmp_path)
+    assert len(notes(tmp_path / "small" / "train.tar", img_size=41, val_fraction=0.5)) == 1
+    for place in ("set", "whole"):
+        assert notes(tmp_path / place, img_size=64) == []
+    for content in ("[]", "{", '{"reduced": 1}', '{"reduced": 1, "short_side": "40"}'):  # of another program
+        (tmp_path / "whole" / "pack.json").write_text(content)
+        assert notes(tmp_path / "whole", img_size=64) == []
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 600))

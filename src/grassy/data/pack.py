@@ -1,12 +1,14 @@
 """Packs: images that are decoded once, so that training reads pixels instead of decoding files in every epoch.
 
 A pack is a folder with a tar for each split, train.tar and val.tar. Each member is an image as a binary PPM, whose name
-is the path of the original in its set, and .ppm. So a pack is an ordinary data set: other tools read it as well.
+is the path of the original in its set, and .ppm. So a pack is an ordinary data set: other tools read it as well. Beside
+the tars, pack.json says how they were made.
 """
 
 import collections
 import io
 import itertools
+import json
 import os
 import shutil
 import tarfile
@@ -18,16 +20,20 @@ from pathlib import Path
 
 import numpy as np
 
+from grassy._version import __version__
 from grassy.atomic import folder_when_whole
 from grassy.data.batch import Failure
 from grassy.data.class_folders import PACKED, FolderImages, open_files
 from grassy.data.decode import Box, plain_file, reason_for
 from grassy.data.layout import TRAIN_NAMES, VALIDATION_NAMES, folders_in, holds_images, layout_hint, split_place
 from grassy.data.worker_processes import processors
+from grassy.schema import MOST_RECIPE, parse_json, read_text
 from grassy.terminal import bar, readable_bytes
 
 #: Images with a longer short side are reduced to this: twice the usual 224 pixels, and some more.
 SHORT_SIDE = 512
+#: The file in a pack that says how it was made.
+ABOUT = "pack.json"
 #: So many images are read to estimate the size of a pack.
 LOOKED_AT = 64
 #: Bytes of decoded images that may wait to be written.
@@ -86,9 +92,22 @@ def pack(
             raise ValueError(f"no image of {source} can be read: {first.name}: {first.reason}")
         if lost := [name for name in images.class_names if name not in training.classes]:
             raise ValueError(f"no image of class {lost[0]} can be read: repair its images, or remove them all")
+        about = {"grassy": __version__, "short_side": short_side, "reduced": sum(packed.reduced for packed in found)}
+        (temporary / ABOUT).write_text(json.dumps(about) + "\n")
         for packed in found:
             packed.path = target / packed.path.name
     return found
+
+
+def side_of_pack(data_dir: Path) -> int | None:
+    """The short side that images of a pack were reduced to; None if none were, or if the data is no pack of ours."""
+    file = (data_dir if data_dir.is_dir() else data_dir.parent) / ABOUT
+    try:
+        about = parse_json(read_text(file, MOST_RECIPE))
+    except (OSError, ValueError):
+        return None
+    side = about.get("short_side") if isinstance(about, dict) and about.get("reduced") else None
+    return side if isinstance(side, int) else None
 
 
 Split = tuple[Path, FolderImages]  # the folder or tar, and its images

@@ -1,5 +1,6 @@
 """The data of a run: the datasets of a recipe, and suitable loaders."""
 
+import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from grassy.data.held_out import set_to_split, split
 from grassy.data.image_files import MORE_SUFFIXES
 from grassy.data.images import ArrayImages, Images, check_labels, number_of_classes, open_images
 from grassy.data.order import EpochBatches, Share
+from grassy.data.pack import side_of_pack
 from grassy.data.resident_loader import SMALL_ENOUGH, ResidentLoader, ResidentValidation, unfit
 from grassy.data.stream_loader import StreamLoader, StreamValidation
 from grassy.data.transforms import Transform, eval_transform, train_transform
@@ -94,7 +96,14 @@ def open_data(recipe: Recipe, data_dir: Path | None, process: Process, recorded:
         num_classes,
         names,
         batch_size,
-        [*notes, *about_batches, *_unusual(images), *_few(images), *_unseen(images, held_out)],
+        [
+            *notes,
+            *about_batches,
+            *_unusual(images),
+            *_few(images),
+            *_unseen(images, held_out),
+            *_small(recipe, data_dir),
+        ],
         chosen,
         gone,
     )
@@ -217,6 +226,15 @@ def _unseen(images: Images, held_out: Images) -> list[str]:
     names = [str(images.class_names[number] if images.class_names else number) for number in numbers[:3]]
     more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
     return [f"no validation image has the class {', '.join(names)}{more}"]
+
+
+def _small(recipe: Recipe, data_dir: Path | None) -> list[str]:
+    """A warning about a pack whose images were reduced to fewer pixels than the run resizes them to."""
+    side = None if data_dir is None else side_of_pack(data_dir)
+    wanted = math.ceil(max(recipe.img_size, (recipe.test_size or recipe.img_size) / recipe.crop_pct))
+    if side is None or side >= wanted:
+        return []
+    return [f"the pack has images of {side} pixels, and this run wants {wanted}: pack again with --size {wanted}"]
 
 
 def _check_division(recipe: Recipe, parts: int) -> None:
