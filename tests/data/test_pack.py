@@ -185,6 +185,17 @@ def test_images_of_one_name_in_several_folders_of_a_class_are_all_kept_in_order(
         assert all(np.array_equal(one.load(index)[0], other.load(index)[0]) for index in range(len(one)))
 
 
+def test_the_classes_of_nested_folders_depend_on_what_is_asked_for_and_not_on_packing(tmp_path):
+    nested(tmp_path / "set" / "train")
+    pack(tmp_path / "set", tmp_path / "packed")
+    for place in (tmp_path / "set", tmp_path / "packed"):
+        assert open_data(tiny_recipe(val_fraction=0.3), place, Process(torch.device("cpu"))).class_names == [
+            "cat",
+            "dog",
+        ]
+        assert open_images("", place, "train").class_names == ["2020", "2021", "dog"]
+
+
 def test_images_of_one_name_in_several_tars_of_a_set_are_all_kept(tmp_path):
     photos(tmp_path / "set")
     (tmp_path / "tars").mkdir()
