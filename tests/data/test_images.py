@@ -361,7 +361,10 @@ def test_shared_lists_hold_what_lists_do():
     assert (list(strings), list(places), len(strings), len(places)) == (names, PLACES, 4, 4)
     assert [strings[i] for i in range(-4, 4)] == 2 * names
     assert [places[i] for i in range(-4, 4)] == 2 * PLACES
-    assert (strings[::2], strings[1:]) == (names[::2], names[1:])
+    assert (list(strings[::2]), list(strings[1:])) == (names[::2], names[1:])
+    assert list(strings.some([2, 0, 2])) == [names[2], names[0], names[2]]
+    assert list(places.some([3, 2, 3])) == [PLACES[3], PLACES[2], PLACES[3]]
+    assert (len(Strings([])), len(strings.some([])), len(Places([]))) == (0, 0, 0)
     for each in (strings, places):
         with pytest.raises(IndexError):
             each[4]

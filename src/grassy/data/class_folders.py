@@ -1,5 +1,6 @@
 """Class folders and tars: find their images and classes."""
 
+import copy
 import itertools
 import os
 from array import array
@@ -10,7 +11,7 @@ import numpy as np
 
 from grassy.data.decode import Crop, read_pixels
 from grassy.data.image_files import image_suffixes, is_hidden, walk
-from grassy.data.shared_lists import Place, Places, Strings
+from grassy.data.shared_lists import Place, Places, Strings, taken
 from grassy.data.tars import images_in
 from grassy.schema import open_regular
 from grassy.spelling import natural_key
@@ -60,8 +61,10 @@ class FolderImages:
 
     def some(self, indices: Sequence[int]) -> "FolderImages":
         """The images with these indices."""
-        names, places = [self.names[index] for index in indices], [self.places[index] for index in indices]
-        return FolderImages(names, places, [self.targets[index] for index in indices], self.class_names)
+        part = copy.copy(self)
+        part.names, part.places = self.names.some(indices), self.places.some(indices)
+        [part.targets] = taken([self.targets], indices)
+        return part
 
 
 def _original(path: str, suffixes: Collection[str]) -> str:

@@ -4,9 +4,10 @@ Whoever reads an object of Python writes its reference count, and the page of me
 that read a list in random order would soon have a copy of all its objects. A buffer of bytes or integers has no counts.
 """
 
+import copy
 import itertools
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, overload
 
 
@@ -24,26 +25,31 @@ class Strings:
     def __init__(self, strings: Iterable[str]) -> None:
         encoded = [string.encode("utf-8", "surrogateescape") for string in strings]
         self._bytes = b"".join(encoded)
-        self._starts = array("q", itertools.accumulate(map(len, encoded), initial=0))
+        self._ends = array("q", itertools.accumulate(map(len, encoded)))
+        self._starts = array("q", [0, *self._ends[:-1]])
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return len(self._ends)
 
     @overload
     def __getitem__(self, index: int) -> str: ...
 
     @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: slice) -> "Strings": ...
 
-    def __getitem__(self, index: int | slice) -> str | list[str]:
+    def __getitem__(self, index: int | slice) -> "str | Strings":
         if isinstance(index, slice):
-            return [self[each] for each in range(len(self))[index]]
-        index = range(len(self))[index]
-        return self._bytes[self._starts[index] : self._starts[index + 1]].decode("utf-8", "surrogateescape")
+            return self.some(range(len(self))[index])
+        return self._bytes[self._starts[index] : self._ends[index]].decode("utf-8", "surrogateescape")
 
     def __iter__(self) -> Iterator[str]:
-        for start, end in itertools.pairwise(self._starts):
-            yield self._bytes[start:end].decode("utf-8", "surrogateescape")
+        return map(self.__getitem__, range(len(self)))
+
+    def some(self, indices: Iterable[int]) -> "Strings":
+        """The strings with these indices, in the same buffer."""
+        part = copy.copy(self)
+        part._starts, part._ends = taken([self._starts, self._ends], indices)
+        return part
 
 
 class Places:
@@ -67,3 +73,15 @@ class Places:
 
     def __iter__(self) -> Iterator[Place]:
         return map(self.__getitem__, range(len(self)))
+
+    def some(self, indices: Iterable[int]) -> "Places":
+        """The places with these indices."""
+        part = copy.copy(self)
+        part._files, part._offsets, part._sizes = taken([self._files, self._offsets, self._sizes], indices)
+        return part
+
+
+def taken(lists: Sequence["array[int]"], indices: Iterable[int]) -> list["array[int]"]:
+    """The elements with these indices, of each list."""
+    indices = list(indices)
+    return [array("q", map(numbers.__getitem__, indices)) for numbers in lists]
