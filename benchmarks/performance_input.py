@@ -5,11 +5,12 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from benchmarks.input import whole_waves
 from benchmarks.markdown import Result, table
 from grassy.report.pictures import BLUE, GREEN, GREY, ORANGE, tidy
 
 #: What `benchmarks.input` does unless told otherwise.
-USUAL = {"grain": 16.0, "count": 10_000, "batch_size": 256, "batches": 20, "turns": 5}
+USUAL = {"grain": 16.0, "count": 10_000, "batch_size": 256, "turns": 5}
 #: By their names in the results; the copy is measured on a GPU alone.
 PARTS = {"disk": GREY, "decode": BLUE, "augment": ORANGE, "collate": GREEN, "copy": "0.4"}
 IMAGENET_SIZE = [500, 375]
@@ -23,7 +24,7 @@ def command(result: Result) -> str:
     words += ["--size {} {}".format(*result["size"])] if result["size"] != IMAGENET_SIZE else []
     turns = len(next(iter(next(iter(result["loaders"].values()))["images_per_second"].values())))
     ran = {**result, "count": result["files"], "turns": turns}
-    for name, usual in USUAL.items():
+    for name, usual in {**USUAL, "batches": whole_waves(result["workers"])}.items():
         if (value := ran.get(name, usual)) != usual:
             words.append(f"--{name.replace('_', '-')} {value:g}")
     return " ".join(words)

@@ -65,3 +65,8 @@ def test_the_benchmark_measures_loaders_training_parts_and_the_device(tmp_path, 
         assert set(found["training"][title]["medians"]) == {*input_benchmark.CONTESTANTS, "resident"}
         assert set(found["stages_us"][title]["now"]) == set(PARTS)
     assert "crop and flip, training" in input_from_files(found, tmp_path)
+
+
+def test_a_turn_has_ten_batches_from_each_worker():
+    """In fewer waves of a batch from each worker, the last wave decides the rate."""
+    assert [input_benchmark.whole_waves(workers) for workers in (0, 2, 3, 16)] == [20, 20, 30, 160]
