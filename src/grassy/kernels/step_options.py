@@ -8,11 +8,12 @@ from torch import Tensor
 from grassy.arguments import check_booleans, number
 from grassy.spelling import nearest
 
-#: How a step follows its direction: along the geodesic, or by a QR factorisation.
 Retraction = Literal["geodesic", "qf"]
-#: How the momentum follows the weight: the next step projects it, or exact parallel transport.
 Transport = Literal["projection", "parallel"]
-RETRACTIONS, TRANSPORTS = get_args(Retraction), get_args(Transport)
+#: How a step follows its direction: along the geodesic, or by a QR factorisation.
+RETRACTIONS = get_args(Retraction)
+#: How the momentum follows the weight: the next step projects it, or exact parallel transport.
+TRANSPORTS = get_args(Transport)
 
 
 @dataclass(frozen=True)
