@@ -13,11 +13,11 @@ from PIL import Image
 
 from grassy.data import worker_processes
 from grassy.data.batch import Batch, on_device
+from grassy.data.compact_lists import Place, Places, Strings
 from grassy.data.decode import to_rgb
 from grassy.data.images import open_images
 from grassy.data.layout import split_place
 from grassy.data.run_data import open_data, open_validation
-from grassy.data.shared_lists import Place, Places, Strings
 from grassy.data.worker_processes import processors
 from grassy.distributed.processes import Process
 from grassy.recipes.recipe import Recipe
@@ -355,7 +355,7 @@ def test_batches_of_all_epochs_are_copied_in_one_stream(monkeypatch):
 PLACES = [Place("a.tar", 512, 7), Place("b.tar", 0, 0), Place("a.tar", 2**40, 1), Place("c/ä\udcff.png")]
 
 
-def test_shared_lists_hold_what_lists_do():
+def test_compact_lists_hold_what_lists_do():
     names = ["", "cat/0.png", "ä\udcff\n", "cat/0.png"]
     strings, places = Strings(names), Places(PLACES)
     assert (list(strings), list(places), len(strings), len(places)) == (names, PLACES, 4, 4)

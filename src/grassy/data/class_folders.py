@@ -9,9 +9,9 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from grassy.data.compact_lists import Place, Places, Strings, elements_at
 from grassy.data.decode import Crop, read_pixels
 from grassy.data.image_files import image_suffixes, is_hidden, walk
-from grassy.data.shared_lists import Place, Places, Strings, taken
 from grassy.data.tars import images_in
 from grassy.schema import open_regular
 from grassy.spelling import natural_key
@@ -63,7 +63,7 @@ class FolderImages:
         """The images with these indices."""
         part = copy.copy(self)
         part.names, part.places = self.names.some(indices), self.places.some(indices)
-        [part.targets] = taken([self.targets], indices)
+        part.targets = elements_at(self.targets, indices)
         return part
 
 
@@ -115,7 +115,7 @@ def _numbers(places: dict[str, str], class_names: Sequence[str] | None) -> dict[
 
 
 def shared_levels(folders: Iterable[PurePosixPath]) -> int:
-    """How many folders lie above the topmost class folders: the parts that all paths share, but for the last."""
+    """The number of folders above the topmost class folders: those that all paths share, without the class itself."""
     levels = zip(*(path.parts[:-1] for path in folders), strict=False)  # the last part is a class name
     return len(list(itertools.takewhile(lambda level: len(set(level)) == 1, levels)))
 

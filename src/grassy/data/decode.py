@@ -105,7 +105,7 @@ def _plain_pixels(
 ) -> np.ndarray | None:
     """The pixels that follow a header, in the bytes of a file from `start` to `end`.
 
-    None if they are not all there, or more than Pillow allows: Pillow shall say so.
+    None if they are not all there, or more than Pillow allows, so that Pillow reports it.
     """
     from PIL import Image
 

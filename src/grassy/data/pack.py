@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tarfile
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -202,27 +203,44 @@ Content = tuple[bytes, bool] | Failure
 
 def _in_threads(images: FolderImages, short_side: int | None) -> Iterator[tuple[int, Content]]:
     """Index and content of each image, in order. Decoders release the GIL, so that threads use all cores."""
-    ahead: collections.deque[tuple[int, Future[Content]]] = collections.deque()
-    cores = processors()
+    ahead: collections.deque[Future[Content]] = collections.deque()
+    cores, waiting = processors(), _Waiting()
+
+    def decoded(index: int) -> Content:
+        content = _content(images, index, short_side)
+        waiting.change(content, 1)
+        return content
+
+    def written() -> Content:
+        content = ahead.popleft().result()
+        waiting.change(content, -1)
+        return content
+
     with ThreadPoolExecutor(cores) as threads:
         try:
             for index in range(len(images)):
-                ahead.append((index, threads.submit(_content, images, index, short_side)))
-                while _too_far(ahead, cores):
-                    first, content = ahead.popleft()
-                    yield first, content.result()
-            for index, content in ahead:
-                yield index, content.result()
+                ahead.append(threads.submit(decoded, index))
+                # Further ahead of the writer, the threads might fill the memory.
+                while len(ahead) - waiting.images > 2 * cores or len(ahead) > 4 * cores or waiting.bytes > MOST_WAITING:
+                    yield index + 1 - len(ahead), written()
+            while ahead:
+                yield len(images) - len(ahead), written()
         finally:
-            for _, content in ahead:
+            for content in ahead:
                 content.cancel()
 
 
-def _too_far(ahead: collections.deque[tuple[int, Future[Content]]], cores: int) -> bool:
-    """Whether the threads are so far ahead of the writer that another image might fill the memory."""
-    decoded = [future.result() for _, future in ahead if future.done()]
-    waiting = sum(len(content[0]) for content in decoded if not isinstance(content, Failure))
-    return len(ahead) - len(decoded) > 2 * cores or len(ahead) > 4 * cores or waiting > MOST_WAITING
+class _Waiting:
+    """Counts the decoded images that wait for the writer, and their bytes."""
+
+    def __init__(self) -> None:
+        self.images = self.bytes = 0
+        self._lock = threading.Lock()
+
+    def change(self, content: Content, sign: int) -> None:
+        with self._lock:
+            self.images += sign
+            self.bytes += 0 if isinstance(content, Failure) else sign * len(content[0])
 
 
 def _content(images: FolderImages, index: int, short_side: int | None) -> Content:

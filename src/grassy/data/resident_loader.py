@@ -88,6 +88,7 @@ class ResidentValidation:
     """Each image of a small dataset once, from device memory."""
 
     def __init__(self, images: ArrayImages, batch_size: int, device: torch.device) -> None:
+        self.images = images
         self.pixels = torch.from_numpy(images.images).to(device)
         self.labels = torch.from_numpy(images.labels()).to(device)
         self.batch_size = batch_size

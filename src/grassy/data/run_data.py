@@ -1,6 +1,5 @@
 """The data of a run: the datasets of a recipe, and suitable loaders."""
 
-import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -231,7 +230,7 @@ def _unseen(images: Images, held_out: Images) -> list[str]:
 def _small(recipe: Recipe, data_dir: Path | None) -> list[str]:
     """A warning about a pack whose images were reduced to fewer pixels than the run resizes them to."""
     side = None if data_dir is None else side_of_pack(data_dir)
-    wanted = math.ceil(max(recipe.img_size, (recipe.test_size or recipe.img_size) / recipe.crop_pct))
+    wanted = int(max(recipe.img_size, (recipe.test_size or recipe.img_size) / recipe.crop_pct))  # as it is resized
     if side is None or side >= wanted:
         return []
     return [f"the pack has images of {side} pixels, and this run wants {wanted}: pack again with --size {wanted}"]

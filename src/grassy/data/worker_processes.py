@@ -25,7 +25,7 @@ def processors() -> int:
 def _quota() -> float:
     """The CPU time per second that a container may use, by its cgroup; infinite without a limit.
 
-    Kubernetes and Docker limit containers so. The process still sees all cores, and is stopped when the time is spent.
+    Kubernetes and Docker limit containers this way. The process still sees all cores, and is throttled beyond its time.
     """
     for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):  # versions 2 and 1
         with contextlib.suppress(OSError, ValueError):  # ValueError: "max", which is no limit
