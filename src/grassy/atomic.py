@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 TEMPORARY = ".writing-"
-#: What has not changed for so many seconds is of a killed process: on network disks, its lock may not show.
+#: What is unchanged for so many seconds was left by a killed process, even if a network disk does not show its lock.
 STALE = 3600.0
 
 

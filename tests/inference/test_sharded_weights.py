@@ -45,3 +45,22 @@ def test_a_description_with_other_logits_than_the_weights_is_refused_in_shards_t
             load_sharded(saved_with(about, tmp_path), torch.device("cpu"))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_a_save_that_lacks_a_tensor_of_its_model_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("grassy.distributed.state.model_tensors", without_options)
+    about = Description("test_resnet", 5, {"name": "grassmann", "k": 2}, img_size=32)
+    save = saved_with(about, tmp_path)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=r"has no model\.fc\._extra_state: does it belong to another model"):
+            load_sharded(save, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+def without_options(kind, model):
+    found = {} if model is None else {f"{kind}.{name}": tensor for name, tensor in model.state_dict().items()}
+    found.pop(f"{kind}.fc._extra_state", None)
+    return found

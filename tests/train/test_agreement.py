@@ -3,15 +3,18 @@
 import dataclasses
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
 from grassy.distributed import saves
 from grassy.recipes.changes import with_changes
+from grassy.runs import records
 from grassy.runs.folder import RunFolder
 from grassy.runs.state import SAVES, STATE, state_in
-from grassy.train import checkpoints, loop, opening, sharding
+from grassy.train import agreement, checkpoints, loop, opening, sharding
 from grassy.train.loop import TrainingStopped, train
 from grassy.train.sharding import has_sharded_weights
 from ranks import on_ranks
@@ -104,15 +107,15 @@ def test_what_one_process_finds_wrong_with_the_folder_all_say(tmp_path):
 
 
 CHANGES = {
-    "another class": (lambda data: (data / "train/cat").rename(data / "train/zebra"), "other classes than rank 0"),
+    "another class": (lambda data: (data / "train/cat").rename(data / "train/zebra"), "different classes than rank 0"),
     "a lost image": (lambda data: (data / "train/cat/0.png").unlink(), "17 training images, and rank 0 has 18"),
     "another name": (
         lambda data: (data / "train/cat/0.png").rename(data / "train/cat/9.png"),
-        "other names of training images than rank 0",
+        "different training image names than rank 0",
     ),
     "another validation image": (
         lambda data: (data / "val/cat/0.png").rename(data / "val/dog/9.png"),
-        "other names of validation images than rank 0",
+        "different validation image names than rank 0",
     ),
 }
 
@@ -133,6 +136,42 @@ def test_processes_whose_copies_of_the_data_differ_all_say_so_before_anything_is
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_arrays_are_compared_by_their_labels_also_if_they_stay_on_the_device(tmp_path, split):
+    for rank in range(2):
+        tiny_arrays(tmp_path / str(rank) / "data")
+    file = tmp_path / "1" / "data" / f"{split}.npz"
+    arrays = dict(np.load(file))
+    np.savez(file, **{**arrays, "y": arrays["y"][::-1]})
+    recipe = tiny_recipe(epochs=1)
+    messages = run_on_two(recipe, Path("data"), tmp_path / "run", before=lambda rank: os.chdir(tmp_path / str(rank)))
+    kind = {"train": "training", "test": "validation"}[split]
+    expected = f"rank 1 of 2 has different {kind} labels than rank 0: all processes must see the same data in data"
+    assert messages == [expected] * 2
+
+
+def test_names_that_only_an_image_tells_are_not_all_read():
+    """As those of a Hugging Face data set, which would be read as a whole before training."""
+
+    class Slow:
+        read = 0
+
+        def __len__(self):
+            return 10_000
+
+        def name(self, index):
+            Slow.read += 1
+            return str(index)
+
+        def labels(self):
+            return None
+
+    loader = SimpleNamespace(images=Slow(), updates=1)
+    data = SimpleNamespace(train=loader, validation=loader, class_names=None, num_classes=3, held_out=None)
+    agreement._facts(data, None)
+    assert Slow.read <= 200
+
+
 @pytest.mark.slow
 def test_equal_copies_of_the_data_in_different_folders_are_the_same_data(tmp_path):
     for rank in range(2):
@@ -142,14 +181,17 @@ def test_equal_copies_of_the_data_in_different_folders_are_the_same_data(tmp_pat
     assert [position.epoch for position in ends] == [1, 1]
 
 
-@pytest.mark.parametrize("method", ["claim", "save"])
+@pytest.mark.parametrize("method", ["claim", "save", "record"])
 def test_what_only_the_main_process_does_with_the_folder_fails_in_all(tmp_path, monkeypatch, method):
     """Otherwise the others would report that they have lost a process."""
 
     def refuse(*_):
         raise OSError(f"no space to {method}")
 
-    monkeypatch.setattr(RunFolder, method, refuse)
+    if method == "record":  # what is written when the folder is locked
+        monkeypatch.setattr(records, "save_settings", refuse)
+    else:
+        monkeypatch.setattr(RunFolder, method, refuse)
     data = tiny_arrays(tmp_path / "data")
     messages = run_on_two(tiny_recipe(epochs=1), data, tmp_path / "run")
     assert messages == [f"no space to {method}"] * 2

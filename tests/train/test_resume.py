@@ -105,7 +105,7 @@ def test_a_stream_that_goes_on_with_other_readers_says_what_that_means(tmp_path,
     assert ("repeats some images" in said) == (note is not None)
     if note:
         assert f"{note} and leaves out others" in said
-        assert "1 workers in each of 1 processes before and 2 workers in each of 1 processes now" in said
+        assert "its readers, workers=1 processes=1 before and workers=2 processes=1 now" in said
 
 
 def test_a_rule_for_gamma_that_has_changed_since_does_not_change_a_run(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ def _prefix_of_wrappers(model: nn.Module) -> str:
     """Return what DDP, averaged models and torch.compile around a model put before the names of its parameters."""
     prefix = ""
     while True:
-        if isinstance(model, DistributedDataParallel | AveragedModel):
+        if isinstance(model, DistributedDataParallel | nn.DataParallel | AveragedModel):
             name = "module"
         elif COMPILED in model._modules:
             name = COMPILED

@@ -175,8 +175,8 @@ def read_saved(saved: Saved, prefix: str) -> dict[str, Tensor]:
 
 
 def check_options_of_heads(saved: Saved, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if the saved options of a head would change its logits."""
-    own = {name: tensor for name, tensor in tensors.items() if name.endswith(f".{KEY}")}
+    """Raise ValueError if the saved options of a head would change its logits. Missing ones are left to others."""
+    own = {name: tensor for name, tensor in tensors.items() if name.endswith(f".{KEY}") and name in saved.tensors}
     found = {name: torch.empty(saved.tensors[name][1], dtype=saved.tensors[name][0]) for name in own}
     load_tensors(saved, found)
     for name, tensor in own.items():

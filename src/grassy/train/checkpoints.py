@@ -278,7 +278,7 @@ class Checkpoints:
         loader = self.run.data.train
         if not isinstance(loader, StreamLoader):
             return None
-        return f"{loader.images.workers} workers in each of {self.run.process.world_size} processes"
+        return f"workers={loader.images.workers} processes={self.run.process.world_size}"
 
     def _images(self) -> int | None:
         """The number of training images; None for a stream."""

@@ -76,9 +76,11 @@ def opened_run(
     with contextlib.ExitStack() as stack:
         curves = None
         if position.epoch < recipe.epochs:
-            processes.on_rank_0(folder.claim)  # if it cannot, all say so
             stack.callback(folder.release)
-            curves = stack.enter_context(_recorded(run, folder, data_dir, resumed_from)) if process.is_main else None
+            processes.on_rank_0(lambda: _begin_records(run, folder, data_dir, resumed_from))  # if it cannot, all say so
+            if process.is_main:
+                curves = records.Curves(output, position.done)
+                stack.callback(curves.close)
         quiet = quiet or not process.is_main
         progress = Progress(recipe.epochs, position.updates_per_epoch, data.batch_size, position.done, quiet)
         progress.accuracy = position.rows[-1]["eval_top1"] if position.rows else None
@@ -106,19 +108,15 @@ def _open_data(recipe: Recipe, data_dir: Path | None, process: Process, resumed_
     return data
 
 
-@contextlib.contextmanager
-def _recorded(
-    run: Run, folder: RunFolder, data_dir: Path | None, resumed_from: Path | None
-) -> Iterator[records.Curves]:
-    """Write what a run begins with into its folder, and yield its curves."""
+def _begin_records(run: Run, folder: RunFolder, data_dir: Path | None, resumed_from: Path | None) -> None:
+    """Lock the folder of a run, and write what it begins with."""
+    folder.claim()
     if resumed_from is not None:
         folder.adopt_best(resumed_from)
     split = run.data.held_out is not None
     records.save_settings(run.output, run.recipe, data_dir, split, run.process.world_size, run.process.device)
     if run.data.held_out is not None:
         records.save_split(run.output, run.recipe, run.data.held_out)
-    with contextlib.closing(records.Curves(run.output, run.position.done)) as curves:
-        yield curves
 
 
 def _build_trained(recipe: Recipe, data: Data, process: Process, captured: bool, sharding: Sharding) -> Trained:
