@@ -296,3 +296,49 @@ def test_rows_of_ranks_need_no_process_groups_of_their_own(tmp_path):
         return len(dist.distributed_c10d._world.pg_map) - count
 
     assert on_ranks(2, tmp_path, work) == [0, 0]
+
+
+def with_head(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 5))
+    grassy.replace_head(model, name, **({"k": 2} if name == "grassmann" else {}))
+    return model
+
+
+def step_of(model, base="adamw"):
+    optimizer = grassy.make_optimizer(model, base, lr=0.01, weight_decay=0.1)
+    torch.manual_seed(1)
+    grassy.classification_loss(model, torch.randn(4, 4), torch.arange(4)).backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("name", ["linear", "grassmann"])
+def test_a_sharded_head_of_any_kind_goes_on_as_a_whole_one(tmp_path, name):
+    """A sharded weight has a parameter group of its own, which a whole one shares with others."""
+
+    def work(_):
+        mesh = grassy.distributed.mesh("cpu")
+        model = grassy.distributed.shard_head(with_head(name), mesh)
+        trained = grassy.distributed.wrap(model, mesh)
+        save_state(tmp_path / "state", trained, step_of(trained))
+
+    on_ranks(2, tmp_path, work)
+    model = with_head(name)
+    optimizer = grassy.make_optimizer(model, "adamw", lr=0.5, weight_decay=0.1)
+    load_state(tmp_path / "state", model, optimizer)
+    expected = with_head(name)
+    its_optimizer = step_of(expected)
+    for p, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, other)
+        assert optimizer.state[p].keys() == its_optimizer.state[other].keys()
+    assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in its_optimizer.param_groups]
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path):
+    model = with_head("linear")
+    save_state(tmp_path, model, step_of(model))
+    other = grassy.make_optimizer(model, "sgd", lr=0.1, momentum=0.9, weight_decay=0.1)
+    with pytest.raises(ValueError, match="holds the state of another optimizer: it has amsgrad, and this one has damp"):
+        load_state(tmp_path, model, other)
+    assert other.param_groups[0]["lr"] == 0.1

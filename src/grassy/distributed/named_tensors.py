@@ -122,11 +122,13 @@ def empty_optimizer_state(saved: Saved, model: nn.Module, optimizer: torch.optim
     if saved.optimizer is None:
         raise ValueError(f"{saved.path} holds no optimizer state")
     groups = _named_groups(model, optimizer)
-    described = saved.optimizer["groups"]
-    if [group["params"] for group in described] != [[name for name, _ in params] for params in groups]:
-        raise ValueError(f"{saved.path} holds the state of an optimizer with different parameter groups")
-    for group, old in zip(optimizer.param_groups, described, strict=True):
-        for key, value in old["options"].items():
+    for group, options in zip(optimizer.param_groups, _options_of_groups(saved, groups), strict=True):
+        lost, new = sorted(options.keys() - group.keys()), sorted(group.keys() - options.keys() - {"params"})
+        if lost and new:  # either alone may be that of a scheduler, or of another version
+            raise ValueError(
+                f"{saved.path} holds the state of another optimizer: it has {lost[0]}, and this one has {new[0]}"
+            )
+        for key, value in options.items():
             if key in group and not _fits(key, value, group[key]):
                 raise ValueError(f"{saved.path} has {key}={value!r} where this optimizer has {group[key]!r}")
     states, tensors = _by_parameter(saved.tensors), dict[str, Tensor]()
@@ -142,6 +144,22 @@ def empty_optimizer_state(saved: Saved, model: nn.Module, optimizer: torch.optim
                 else:
                     tensors[full] = torch.zeros(shape, dtype=dtype, device=p.device)
     return tensors
+
+
+def _options_of_groups(saved: Saved, groups: list[list[tuple[str, Tensor]]]) -> list[dict[str, Any]]:
+    """Return the saved options of each group of parameters.
+
+    A sharded weight has a group of its own, so groups may be divided in another way than in the save, as long as all
+    parameters of a group had the same options.
+    """
+    assert saved.optimizer is not None
+    options = {name: group["options"] for group in saved.optimizer["groups"] for name in group["params"]}
+    if options.keys() != {name for params in groups for name, _ in params}:
+        raise ValueError(f"{saved.path} holds the state of an optimizer with different parameters")
+    found = [[options[name] for name, _ in params] for params in groups]
+    if any(each != own[0] for own in found for each in own):
+        raise ValueError(f"{saved.path} holds the state of an optimizer with different parameter groups")
+    return [own[0] if own else {} for own in found]
 
 
 def _fits(key: str, value: Any, now: Any) -> bool:
@@ -164,8 +182,8 @@ def fill_optimizer(
     assert saved.optimizer is not None
     described, groups = saved.optimizer, _named_groups(model, optimizer)
     states = _by_parameter(tensors)
-    for group, params, old in zip(optimizer.param_groups, groups, described["groups"], strict=True):
-        for key, value in old["options"].items():
+    for group, params, options in zip(optimizer.param_groups, groups, _options_of_groups(saved, groups), strict=True):
+        for key, value in options.items():
             if isinstance(now := group.get(key), Tensor):
                 now.fill_(value)
             elif key in group:
