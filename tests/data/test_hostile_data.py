@@ -346,3 +346,22 @@ def test_a_recipe_cannot_name_a_command_in_place_of_a_tar(tmp_path):
         with pytest.raises((ValueError, TypeError)):
             list(open_data(recipe, folder, Process(torch.device("cpu"))).train.epoch(0))
     assert not (tmp_path / "ran").exists()
+
+
+def test_shards_of_a_webdataset_are_no_classes(tmp_path):
+    """Their labels are in files, and the names of the tars would be the classes."""
+    for shard in range(2):
+        with tarfile.open(tmp_path / f"faces-{shard:04}.tar", "w") as tar:
+            for name in ("0.png", "0.cls"):
+                tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+    message = r"faces-0000\.tar is a shard of a WebDataset, .*0\.cls\): give dataset=wds/NAME num_classes=N"
+    with pytest.raises(ValueError, match=message):
+        open_files(tmp_path)
+
+
+@pytest.mark.parametrize("info", ['{"splits": {"train": {"filenames": ["a.tar"]}}}', "[]"])
+def test_an_info_file_that_timm_cannot_read_is_named(tmp_path, info):
+    pytest.importorskip("webdataset")
+    (tmp_path / "_info.json").write_text(info)
+    with pytest.raises(ValueError, match="wds/faces: "):
+        open_data(tiny_recipe(dataset="wds/faces", num_classes=3), tmp_path, Process(torch.device("cpu")))

@@ -106,6 +106,8 @@ class _StreamImages(torch.utils.data.IterableDataset[tuple[Tensor | None, int]])
             )
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"{recipe.dataset}: {error}") from None
+        except (KeyError, TypeError, AttributeError) as error:  # timm reads it as it is
+            raise ValueError(f"{recipe.dataset}: its _info.json is not as timm writes it, at {error}") from None
         self.kind = recipe.dataset.partition("/")[0]
         self.stream, self.reader, self.transform, self.training = stream, stream.reader, transform, training
         self.seed, self.rank, self.workers = recipe.seed, share.rank, recipe.workers

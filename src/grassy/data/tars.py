@@ -33,6 +33,11 @@ def images_in(file: IO[bytes], size: int, tar: Path, within: int = 0) -> Iterato
             for member in archive:
                 archive.members.clear()  # type: ignore[attr-defined]  # they take a kilobyte each
                 suffix = os.path.splitext(member.path)[1].lower()
+                if suffix == ".cls":
+                    raise ValueError(
+                        f"{tar} is a shard of a WebDataset, which has labels in files ({member.path}): give "
+                        "dataset=wds/NAME num_classes=N, see the recipes page"
+                    )
                 if not member.isfile() or suffix not in suffixes | {".tar"}:
                     continue
                 if member.sparse is not None:
