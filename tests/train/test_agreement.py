@@ -136,6 +136,14 @@ def test_processes_whose_copies_of_the_data_differ_all_say_so_before_anything_is
     assert not (tmp_path / "run").exists()
 
 
+def test_a_process_whose_folder_is_elsewhere_is_named_with_its_place(tmp_path):
+    (tmp_path / "1").mkdir()
+    tiny_folders(tmp_path / "0" / "data")
+    recipe = tiny_recipe(epochs=1, crop="resized")
+    messages = run_on_two(recipe, Path("data"), tmp_path / "run", before=lambda rank: os.chdir(tmp_path / str(rank)))
+    assert messages == [f"rank 1 of 2: --data-dir data does not exist in {tmp_path / '1'}"] * 2
+
+
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_arrays_are_compared_by_their_labels_also_if_they_stay_on_the_device(tmp_path, split):
     for rank in range(2):

@@ -106,7 +106,8 @@ def run(args: argparse.Namespace) -> int:
     if recipe.reads_files:
         if data_dir is None:
             raise ValueError("where are the images? give --data-dir")
-        if not data_dir.exists():
+        # Of several processes, those that see it wait for the others, and say which one does not.
+        if not data_dir.exists() and os.environ.get("WORLD_SIZE", "1") == "1":
             raise ValueError(f"--data-dir {data_dir} does not exist")
     try:
         state = train(recipe, data_dir, output, args.resume, args.device, timeout=args.timeout)

@@ -61,7 +61,8 @@ def open_images(dataset: str, data_dir: Path | None, split: str, class_names: Se
     if data_dir is None:
         raise ValueError("where are the images? give --data-dir")
     if not dataset.startswith("hfds/") and not data_dir.exists():
-        raise ValueError(f"--data-dir {data_dir} does not exist")
+        where = "" if data_dir.is_absolute() else f" in {Path.cwd()}"
+        raise ValueError(f"--data-dir {data_dir} does not exist{where}")
     if dataset == "":
         place = place_of_split(data_dir, split) if data_dir.is_dir() else data_dir
         return arrays_from_file(place, class_names) if place.suffix == ".npz" else open_files(place, class_names)
