@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchvision
 from torch import nn
 
@@ -206,3 +207,23 @@ def test_class_names_of_another_number_of_classes_are_refused_wherever_they_come
     with pytest.raises(ValueError, match="class_names has 2 names, but the head has 3 classes"):
         grassy.save(model, tmp_path / "model.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("names", [dict(enumerate("abcde")), "abcde"], ids=["mapping", "text"])
+def test_names_by_number_are_no_list_of_names(names, tmp_path):
+    """Of a mapping such as transformers' id2label, the keys would become the names."""
+    with pytest.raises(TypeError, match="class_names must be a list with one name per class"):
+        grassy.save(a_model(k=2), tmp_path / "model.safetensors", names)
+
+
+@pytest.mark.distributed
+def test_a_sharded_model_is_saved_by_another_function(tmp_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = grassy.distributed.shard_head(a_model(k=2), grassy.distributed.mesh("cpu"))
+        with pytest.raises(
+            ValueError, match=r"is sharded over processes: save it with grassy\.distributed\."
+        ):
+            grassy.save(model, tmp_path / "model.safetensors")
+    finally:
+        dist.destroy_process_group()

@@ -225,6 +225,8 @@ def load_adapters(folder: Path, base: nn.Module) -> nn.Module:
 
 def check_class_names(names: Sequence[str], num_classes: int) -> None:
     """Raise a ValueError unless each class has one name and no name appears twice."""
+    if isinstance(names, str | Mapping):  # of which the keys would be the names
+        raise TypeError(f"class_names must be a list with one name per class, got a {type(names).__name__}")
     if len(names) != num_classes:
         raise ValueError(f"class_names has {len(names)} names, but the head has {num_classes} classes")
     twice = [name for name, count in Counter(map(str, names)).items() if count > 1]

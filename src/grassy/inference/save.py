@@ -28,6 +28,7 @@ from grassy.models import create_model, import_timm
 from grassy.recipes.recipe import DEFAULTS
 from grassy.runs.hub import REMOTE
 from grassy.runs.weights import Description, description_text, read_description, save_weights, weights_file
+from grassy.shards import is_dtensor
 from grassy.subspaces import has_adapters
 
 #: Suffixes of other file formats. A path with any other suffix but .safetensors is a folder.
@@ -84,12 +85,18 @@ def save(
         metrics: Stored with the weights, for your information.
 
     Raises:
-        ValueError: If the rebuilt model differs, if a value cannot be stored, or if `path` holds other files.
+        ValueError: If the rebuilt model differs, is sharded, if a value cannot be stored, or `path` holds other files.
+        TypeError: If `class_names` is no list.
     """
     path = Path(path)
     if path.suffix in OTHER_FILES:
         raise ValueError(f"path must be a folder or end in .safetensors, got {path}")
     model = _unwrapped(model)
+    if any(map(is_dtensor, model.parameters())):
+        raise ValueError(
+            f"{type(model).__name__} is sharded over processes: save it with grassy.distributed.save_state, and load "
+            "that into a model that is not sharded, in one process"
+        )
     if has_adapters(model):
         raise ValueError(
             f"{type(model).__name__} has PEFT adapters: save model.merge_and_unload(), or the adapters alone with "
