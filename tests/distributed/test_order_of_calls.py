@@ -74,3 +74,8 @@ def test_a_head_without_values_computes_nothing(name):
 def test_no_optimizer_is_made_for_subspaces_without_values():
     with pytest.raises(ValueError, match=r"on the meta device, without values: call grassy\.distributed\.shard_head"):
         grassy.make_optimizer(model_with_head(device="meta"), "sgd", lr=0.1)
+
+
+def test_blocks_that_are_no_modules_are_refused(mesh):
+    with pytest.raises(TypeError, match="fsdp must be True, False or a list of modules, got 'yes'"):
+        grassy.distributed.wrap(model_with_head(), mesh, fsdp="yes")

@@ -448,3 +448,11 @@ def test_what_schedulers_write_into_the_groups_does_not_make_a_state_foreign():
     sgd = grassy.make_optimizer(nn.Sequential(nn.Linear(4, 8), grassy.GrassmannHead(8, 3, k=2)), "sgd", lr=0.1)
     with pytest.raises(ValueError, match="the saved optimizer is of another kind"):
         sgd.load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize("name", ["decay_all", "bfloat16_momentum"])
+def test_a_word_is_no_boolean(name):
+    with pytest.raises(TypeError, match=f"{name} must be True or False, got 'no'"):
+        grassy.make_optimizer(a_model(), "sgd", lr=0.1, **{name: "no"})
+    with pytest.raises(ValueError, match="lr must be a finite number >= 0, got True"):
+        grassy.make_optimizer(a_model(), "sgd", lr=True)

@@ -29,11 +29,16 @@ def wrap(model: nn.Module, mesh: DeviceMesh, fsdp: bool | Iterable[nn.Module] = 
 
     Raises:
         ValueError: If FSDP2 would have to shard a scalar parameter, or a block contains the sharded head.
+        TypeError: If `fsdp` is neither a boolean nor a list of modules.
     """
     shards = sharded_parameters(model)
     if isinstance(fsdp, bool) and not fsdp:
         return _replicated(model, mesh, list(shards), options)
     from torch.distributed.fsdp import fully_shard
+
+    blocks = _blocks(model) if isinstance(fsdp, bool) else list(fsdp)
+    if not all(isinstance(block, nn.Module) for block in blocks):
+        raise TypeError(f"fsdp must be True, False or a list of modules, got {fsdp!r}")
 
     if scalars := [name for name, p in model.named_parameters() if p.ndim == 0]:
         raise ValueError(
@@ -42,7 +47,7 @@ def wrap(model: nn.Module, mesh: DeviceMesh, fsdp: bool | Iterable[nn.Module] = 
         )
     ignored = set(shards.values())
     before = list(model.parameters())
-    for block in _blocks(model) if isinstance(fsdp, bool) else fsdp:
+    for block in blocks:
         if any(p in ignored for p in block.parameters()):
             raise ValueError(f"fsdp names a {type(block).__name__} that holds the sharded head: leave it out")
         fully_shard(block, mesh=mesh, **options)

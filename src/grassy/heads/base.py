@@ -221,7 +221,10 @@ class Head(nn.Module):
                     "mixup and cutmix"
                 )
             if target.ndim < 2 or target.shape[-1] != self.num_classes:
-                raise ValueError(f"soft targets must have shape (B, {self.num_classes}), got {tuple(target.shape)}")
+                raise ValueError(
+                    f"soft targets must have shape (B, {self.num_classes}), got {tuple(target.shape)} in "
+                    f"{target.dtype}; labels must be integers"
+                )
         elif target.device.type == "cpu" and not torch.compiler.is_compiling():  # on a GPU this would synchronise
             labels = target.long()  # in uint8, ignore_index -100 would be 156
             wrong = labels[((labels < 0) | (labels >= self.num_classes)) & (labels != ignored_label(criterion))]

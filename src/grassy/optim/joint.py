@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from grassy.arguments import check_booleans
 from grassy.kernels.step_options import Retraction, Transport
 from grassy.optim.riemannian_sgd import LR_FACTOR, RiemannianSGD, refuse_spectral_steps
 from grassy.shards import is_dtensor, was_replaced
@@ -95,8 +96,9 @@ def make_optimizer(
             raise TypeError(f"{name} must be a number; put tensors into the optimizer's param_groups, got {value!r}")
         if value is None and name.startswith("head_lr"):
             continue
-        if not (isinstance(value, Real) and 0 <= value < math.inf):
+        if isinstance(value, bool) or not (isinstance(value, Real) and 0 <= value < math.inf):
             raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
+    check_booleans(decay_all=decay_all, bfloat16_momentum=bfloat16_momentum)
     if not (isinstance(head_momentum, Real | Tensor) and 0 <= head_momentum < 1):
         raise ValueError(f"head_momentum must lie in [0, 1), got {head_momentum!r}")
     if layer_decay is not None and not (isinstance(layer_decay, Real) and 0 < layer_decay <= 1):
@@ -112,7 +114,8 @@ def make_optimizer(
     if not subspaces and not (head_lr is None and head_lr_factor is None):
         name = "head_lr_factor" if head_lr is None else "head_lr"
         raise ValueError(
-            f"{name} was given, but the model has no subspaces; call grassy.replace_head(model, 'grassmann') first"
+            f"{name} was given, but the model has no subspaces: leave it out, or call grassy.replace_head(model, "
+            "'grassmann') first"
         )
     trainable = [p for p in subspaces.values() if p.requires_grad]
     if any(p.is_meta for p in trainable):

@@ -42,7 +42,7 @@ def _fitting(path: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-        if is_of_another_process(error):
+        if is_of_another_process(error) or " is damaged: " in str(error):
             raise
         raise ValueError(f"{path} does not belong to this recipe: {' '.join(str(error).split())[:200]}") from None
 
