@@ -221,9 +221,7 @@ def test_a_sharded_model_is_saved_by_another_function(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = grassy.distributed.shard_head(a_model(k=2), grassy.distributed.mesh("cpu"))
-        with pytest.raises(
-            ValueError, match=r"is sharded over processes: save it with grassy\.distributed\."
-        ):
+        with pytest.raises(ValueError, match=r"is sharded over processes: save it with grassy\.distributed\."):
             grassy.save(model, tmp_path / "model.safetensors")
     finally:
         dist.destroy_process_group()
