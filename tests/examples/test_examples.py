@@ -154,7 +154,9 @@ def printed_by(name, command, variables=None, *options):
         text=True,
         timeout=300,
     )
-    assert finished.returncode == 0, finished.stderr
+    # Rarely, Python ends while a thread of gloo still drops a tensor, and torch aborts. All has been printed by then.
+    aborted_at_its_end = "terminate called without an active exception" in finished.stderr
+    assert finished.returncode == 0 or aborted_at_its_end, finished.stderr
     return finished.stdout
 
 
