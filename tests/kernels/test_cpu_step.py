@@ -238,6 +238,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["set_default_dtype(torch.bfloat16)", 'set_default_device("meta")'])
 def test_the_default_dtype_and_device_of_torch_do_not_matter(change):
     """In a process of its own, which would end in memory corruption."""

@@ -190,6 +190,7 @@ def test_the_search_finds_the_accuracies_of_grid_search(metric, scoring):
     assert np.mean(found.model.predict(features) == grid.predict(scaled)) > 0.998
 
 
+@pytest.mark.slow
 def test_both_backends_agree_and_the_order_of_cs_does_not_matter():
     features, labels = clusters(samples=150, width=8, classes=3, spread=1.5)
     ours = search_svm(features, labels, (5, 0.1, 1))
@@ -349,6 +350,7 @@ def test_an_unknown_backend_raises_and_names_the_known():
         search_svm(*clusters(), backend="jax")
 
 
+@pytest.mark.slow
 def test_importing_and_searching_do_not_import_scikit_learn():
     code = (
         "import sys, torch; from grassy.transfer import search_svm; "
