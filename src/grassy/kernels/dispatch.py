@@ -24,6 +24,8 @@ from grassy.precision import exact_products
 StepImpl = Literal["auto", "cuda", "triton", "native", "reference"]
 LogitsImpl = Literal["auto", "triton", "reference"]
 LossImpl = Literal["auto", "triton", "chunks", "reference"]
+#: The implementations of the logits, in order of preference.
+LOGITS = get_args(LogitsImpl)[1:]
 
 Head = tuple[Tensor, Tensor, Tensor | None]  # weight, gradient and momentum, (C, K, N) each
 DEFAULTS = StepOptions()
@@ -158,7 +160,8 @@ def _launches(heads: Sequence[Head], options: StepOptions, impl: str) -> list[tu
 
     A weight without elements, as of a process without classes, needs no step.
     """
-    _check_name(impl, StepImpl)
+    if impl != "auto":
+        _check_name(impl, StepImpl)
     if len(heads) == 1:
         return [(choose(impl, *heads[0], options), [0])] if heads[0][0].numel() else []
     alike: dict[object, list[int]] = {}
@@ -205,13 +208,13 @@ def explain_logits(x: Tensor, weight: Tensor, gamma: float | Tensor = 25.0) -> d
     Returns:
         The implementations in order of preference, each with the reason why it cannot run, or None.
     """
-    return {name: _why_not_logits(name, x, weight, gamma) for name in get_args(LogitsImpl)[1:]}
+    return {name: _why_not_logits(name, x, weight, gamma) for name in LOGITS}
 
 
 def choose_logits(impl: str, x: Tensor, weight: Tensor, gamma: float | Tensor) -> str:
     """Return the name of the implementation of `subspace_logits` that `impl` selects for these tensors."""
     if impl == "auto":
-        return next(name for name in get_args(LogitsImpl)[1:] if _why_not_logits(name, x, weight, gamma) is None)
+        return next(name for name in LOGITS if _why_not_logits(name, x, weight, gamma) is None)
     _check_name(impl, LogitsImpl)
     if reason := _no_fused_logits(x, weight, gamma) if impl == "triton" else None:
         raise RuntimeError(f"impl={impl!r} cannot be used here: {reason}")
